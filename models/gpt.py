@@ -114,7 +114,7 @@ class GPT(nnx.Module):
         return [block.attention.init_cache(batch, max_length) for block in self.blocks]
 
     def init_rolling_cache(self, batch: int, tokens: int) -> list[RollingCache]:
-        """The same of the window's tokens alone, for sequences of any length; a call has up to
+        """Caches that keep the tokens of a window, for sequences of any length; a call has up to
         `tokens` of them."""
         return [block.attention.init_rolling_cache(batch, tokens) for block in self.blocks]
 

@@ -25,14 +25,14 @@ class Cost(NamedTuple):
 
 
 def token_bytes(columns: Iterable[int], itemsizes: Iterable[int]) -> int:
-    """Of a cache, for each token and key/value head: a key of so many columns, and a value where it
-    is no part of the key. Each in 8 bits has a float32 scale."""
+    """Bytes of a cache for each token and key/value head: a key of so many columns, and a value
+    unless it is part of the key. Each in 8 bits has a float32 scale."""
     pairs = zip(columns, itemsizes, strict=True)
     return sum(count * size + 4 * (size == 1) for count, size in pairs)
 
 
 def total(kernels: dict[str, Cost]) -> Cost:
-    """The sum over kernels."""
+    """The cost of all kernels together."""
     return Cost(*map(sum, zip(*kernels.values(), strict=True)))
 
 
@@ -53,11 +53,12 @@ class GPU(NamedTuple):
 
     @property
     def exponentials(self) -> float:
-        """Per second: a multiprocessor computes 16 per clock."""
+        """Exponentials per second: a multiprocessor computes 16 per clock."""
         return 16 * self.cores * self.clock
 
     def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
-        """How long each unit is busy; float32 products are computed in float32, not TF32."""
+        """The seconds for which each unit is busy; float32 products are computed in float32, not
+        TF32."""
         return dict(
             products=cost.matrix / (self.float32 if dtype == "float32" else self.products),
             exponentials=cost.exponentials / self.exponentials,

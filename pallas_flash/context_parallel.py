@@ -19,14 +19,15 @@ from pallas_flash.problem.call import Call
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context:
-    """`axis` names the axis or axes of the mesh along which the sequence is sharded: device i holds
-    the i-th part. Under jit with Auto axes, `batch` and `heads` name the axes that batch rows and
-    heads are sharded along, since the arrays' types do not say it."""
+    """A scheme of context parallelism. `axis` names the axis or axes of the mesh along which the
+    sequence is sharded: device i holds the i-th part. Under jit with Auto axes, `batch` and `heads`
+    name the axes that batch rows and heads are sharded along, since the arrays' types do not
+    tell."""
 
     axis: str | tuple[str, ...]
     batch: str | tuple[str, ...] | None = None
     heads: str | tuple[str, ...] | None = None
-    CHUNKS = 1  # that a part is made of
+    CHUNKS = 1  # of the sequence in each device's part
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -137,8 +138,8 @@ def _device_count(scheme: Context) -> int:
 
 
 def _gather_integers(scheme: Context, call: Call, devices: int) -> Call:
-    """The call with its integers by row or key gathered from all devices, since they are small, in
-    the order of the sequence."""
+    """The call with its integers by row or key gathered from all devices, since they are small, and
+    in the order of the sequence."""
 
     def whole(path, x):
         letters = array_axes(path, call)
@@ -163,8 +164,8 @@ def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem,
             )
     B, call = math.prod(lead), _gather_integers(scheme, call, devices)
     sizes = lambda T: Sizes(lead or (1,), dict(B=B, T=T, S=devices * S, N=N, K=K))
-    seen = arguments.visible(sizes(devices * T), call)
-    loop = ring.Loop.shortest(scheme.names, devices, C, seen, devices * T)
+    all_rows = arguments.visible(sizes(devices * T), call)
+    loop = ring.Loop.shortest(scheme.names, devices, C, all_rows, devices * T)
 
     numbers = loop.chunk_indices(lax.axis_index(scheme.names))
     chunked = lambda x: x.reshape(B * C, x.shape[-3] // C, *x.shape[-2:])
@@ -174,7 +175,7 @@ def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem,
     if call.dropout_seeds is not None:
         seeds = call.dropout_seeds.reshape(B, 1, N, 2)
         local["dropout_seeds"] = _chunk_seeds(seeds, numbers * (T // C), S // C)
-    resolved_mask = seen.slice_chunks(B, numbers, T // C)
+    resolved_mask = all_rows.slice_chunks(B, numbers, T // C)
     problem, operands = arguments.normalise(call.replace(**local, resolved_mask=resolved_mask))
 
     score, mask = call.score_mod, None if isinstance(call.mask, masks.Mask) else call.mask
@@ -219,7 +220,7 @@ def exchange_heads(scheme: AllToAll, call: Call) -> Call:
         if path[0] in ("query", "key", "value"):
             return swap(x, lead + 1, lead) if x.shape[lead + 1] > 1 else rows(x, lead)
         heads = x.shape[at["N"]] if at.get("N", -1) >= 0 else 1
-        if heads not in (1, N):  # which might be as many as a device's own
+        if heads not in (1, N):  # N / devices would pass for a device's share
             raise ValueError(f"{path[0]} must be of all {N} query heads, or of 1; got {heads}.")
         has_heads = heads > 1
         has_rows = "NT" in letters and x.shape[at["T"]] > 1
@@ -234,7 +235,7 @@ def exchange_heads(scheme: AllToAll, call: Call) -> Call:
 
 
 def check(context):
-    """Raises where it is no context, nor None."""
+    """Raises if this is neither a context nor None."""
     if not isinstance(context, Context | None):
         raise TypeError(
             "context must be None, Ring(axis), Zigzag(axis) or AllToAll(axis) of "
@@ -251,7 +252,7 @@ def resolve_context(call: Call) -> Call:
     check(context)
     if context is None:
         return call
-    # a map of all blocks is of no use to one device
+    # the types of all blocks are of no use to one device
     mask = masks.without_block_types(call.mask) if isinstance(call.mask, masks.Mask) else call.mask
     return call.replace(mask=mask, context=context)
 
@@ -286,7 +287,7 @@ def plan_pass(scheme: Context, call: Call) -> tuple[Problem, Problem, Operands, 
 
 
 def plan(scheme: Context, call: Call) -> tuple[Problem, str]:
-    """The problem of a device, or of one of its pairs in a ring, and what the device sends."""
+    """The problem of a device, or of a pair in its ring, and what the device sends, in words."""
     inner, problem, _, (_, loop) = plan_pass(scheme, call)
     if isinstance(scheme, AllToAll):
         return inner, _describe_all_to_all(scheme, inner, _device_count(scheme))

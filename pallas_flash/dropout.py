@@ -1,9 +1,8 @@
 """Dropout: which weights of P are kept, as a function of the key, batch row, head, row and column
-alone. Plain values only.
+alone. The functions here take and return arrays.
 
-Whoever needs the mask computes it, a tile at a time, in the backward again: nothing of it is
-stored, and it is the same on every implementation, for every size of tile and on any number of
-devices.
+Whoever needs the mask computes it, a tile at a time, in the backward again: none of it is stored,
+and it is the same in every implementation, for every size of tile and on any number of devices.
 """
 
 from typing import NamedTuple
@@ -17,9 +16,9 @@ from jaxtyping import Array, Bool
 from pallas_flash import checks
 
 LEVELS = 256  # a weight has 8 random bits
-WITHIN_WORD = np.uint32(24)  # bits of a column, that choose 8 of 32
+WITHIN_WORD = np.uint32(24)  # bits of a column that choose 8 bits of 32
 STRIDE = np.uint32(0x9E3779B9)  # from column to column
-UNIT = 32  # columns that begin where a part of the weights may
+UNIT = 32  # a part of the weights begins at a multiple of so many columns
 
 
 def dropped(rate: float) -> int:
@@ -36,16 +35,16 @@ class Shared(NamedTuple):
 
 
 def seeds(rng, *shape: int):
-    """Two numbers for each batch row and head, uint32 [*shape, 2], from a key of jax.random; the
-    same two from a Shared."""
+    """Two numbers for each batch row and head, uint32 [*shape, 2], from a key of jax.random; with
+    Shared all have the same two."""
     if isinstance(rng, Shared):
         return jnp.broadcast_to(seeds(rng.key), (*shape, 2))
     return jax.random.bits(checks.rng("dropout_rng", rng), (*shape, 2), jnp.uint32)
 
 
 def moved(seeds, row=0, column=0):
-    """The seeds of the weights from this row and column on, which count from 0 there; a column is a
-    multiple of UNIT."""
+    """The seeds for weights that count from 0 at this row and column; the column is a multiple of
+    UNIT."""
     by = [jnp.asarray(n, jnp.int32).astype(jnp.uint32) for n in (row, column)]
     by = jnp.stack([by[0], by[1] * STRIDE + jnp.zeros_like(by[0])], axis=-1)
     return seeds + by.reshape((1,) * (seeds.ndim - by.ndim) + by.shape)
@@ -58,12 +57,13 @@ def keeps(dropped: int, first, second, row, column):
 
 
 def of_row(first, row):
-    """What the random words of a row have in common."""
+    """The part of a random word that a row determines."""
     return _mixed(row.astype(jnp.uint32) + first)
 
 
 def of_column(second, column):
-    """The same of four columns, which differ in the bits of WITHIN_WORD alone."""
+    """The part of a random word that a column determines: the same for four columns, which differ
+    in the bits of WITHIN_WORD alone."""
     return (column.astype(jnp.uint32) & ~WITHIN_WORD) * STRIDE + second
 
 
@@ -109,7 +109,7 @@ def dropout_mask(
 
 
 def mask(dropped: int, seeds, queries: int, keys: int):
-    """`keeps` of all weights, [..., T, S], from seeds [..., 2]."""
+    """`keeps` for all weights, [..., T, S], from seeds [..., 2]."""
     first, second = (seeds[..., None, None, i] for i in range(2))
     row, column = (
         lax.broadcasted_iota(jnp.int32, (*(1,) * (first.ndim - 2), queries, keys), first.ndim - i)

@@ -27,40 +27,41 @@ class Explanation:
     problem: arguments.Problem
     implementation: str
     tiles: Any  # the block sizes of that implementation, None where it has none
-    derivatives: str  # in which modes, and of which order
+    derivatives: str  # the modes, and their order
     why_not: dict[str, str]  # for each other implementation, why it was not taken
     condition: str | None = None  # on which the implementation is taken
-    # what devices send that hold parts of a sequence; the problem is then that of a pair of parts
+    # what devices that hold parts of a sequence send; the problem is then that of a pair of parts
     context: str | None = None
     # what is copied in each call, since the implementation cannot read it where it lies
     copies: str | None = None
-    # where a bias or mask broadcasts over some of the leading axes alone: how many calls of this
-    # problem go side by side
+    # how many calls of this problem run side by side, if a bias or mask broadcasts over a part of
+    # the leading axes
     calls: int | None = None
-    remark: str | None = None  # of the implementation on this GPU
+    remark: str | None = None  # about the implementation on this GPU
     # what decoding by kernels reads for each token of a cache and key/value head
     token_bytes: int | None = None
-    backward: str | None = None  # in which order it adds, and why
+    backward: str | None = None  # the order in which it adds, and why
 
     def __str__(self):
-        """Without the earlier algorithms, which nobody selects by chance."""
-        taken = ", ".join(filter(None, (self.implementation, self.condition)))
-        lines = [f"call            {self.problem}", f"implementation  {taken}"]
-        lines += [f"tiles           {self.tiles}"] if self.tiles is not None else []
-        lines += [f"derivatives     {self.derivatives}"]
-        lines += [f"backward        {self.backward}"] if self.backward is not None else []
-        lines += [f"context         {self.context}"] if self.context is not None else []
-        shares = "a bias or mask broadcasts over some of the leading axes alone"
-        lines += [f"calls           {self.calls} of these: {shares}"] if self.calls else []
-        lines += [f"copies          {self.copies}"] if self.copies is not None else []
+        """The explanation in lines, without the earlier algorithms, which nobody selects by
+        chance."""
+        broadcasts = "a bias or mask broadcasts over some of the leading axes alone"
         reads = f"{self.token_bytes} bytes of each token and key/value head"
-        lines += [f"reads           {reads}"] if self.token_bytes is not None else []
-        lines += [f"remark          {self.remark}"] if self.remark is not None else []
-        why_not = {
-            k: reason for k, reason in self.why_not.items() if reason != implementations.EARLIER
+        rows = {
+            "call": self.problem,
+            "implementation": ", ".join(filter(None, (self.implementation, self.condition))),
+            "tiles": self.tiles,
+            "derivatives": self.derivatives,
+            "backward": self.backward,
+            "context": self.context,
+            "calls": f"{self.calls} of these: {broadcasts}" if self.calls else None,
+            "copies": self.copies,
+            "reads": reads if self.token_bytes else None,
+            "remark": self.remark,
         }
-        lines += [f"not {name:<11} {reason}" for name, reason in why_not.items()]
-        return "\n".join(lines)
+        others = self.why_not.items()
+        rows |= {f"not {name}": why for name, why in others if why != implementations.EARLIER}
+        return "\n".join(f"{name:<15} {x}" for name, x in rows.items() if x is not None)
 
 
 def explain(*args: Any, **kwargs: Any) -> Explanation:
@@ -71,10 +72,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
       >>> import jax
       >>> from pallas_flash import explain
       >>> q = k = v = jax.ShapeDtypeStruct((2, 100, 8, 64), "float32")
-      >>> found = explain(q, k, v, is_causal=True, implementation="blockwise")
-      >>> found.implementation, found.derivatives
+      >>> explanation = explain(q, k, v, is_causal=True, implementation="blockwise")
+      >>> explanation.implementation, explanation.derivatives
       ('blockwise', 'every mode, of first and second order')
-      >>> found.why_not["reference"]
+      >>> explanation.why_not["reference"]
       'blockwise was selected by name'
     """
     call, _ = attention.make_call(*args, **kwargs)
@@ -94,11 +95,11 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
         copies = choice.backend.copies(problem)
         decoding = getattr(choice.tiles, "decode", None)
-        columns = _columns(problem, getattr(decoding, "values_are_keys", False))
+        columns = _columns(problem, decoding)
         itemsizes = [np.dtype(problem.dtype).itemsize] * len(columns)
-        of_token = token_bytes(columns, itemsizes) if decoding else None
-        of_context = "reverse mode, of first order"
-        derivatives = of_context if context else choice.backend.derivatives(choice.tiles)
+        bytes_read = token_bytes(columns, itemsizes) if decoding else None
+        in_context = "reverse mode, of first order"
+        derivatives = in_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
         backward = _backward(choice.backend, problem, call.deterministic)
     return Explanation(
@@ -112,13 +113,13 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         copies,
         calls,
         remark,
-        of_token,
+        bytes_read,
         backward,
     )
 
 
 def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) -> str:
-    """Whether it adds in any order, and why."""
+    """The order in which the backward adds, and why."""
     if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
         return f"{backend.name} has one for this call, whatever deterministic is"
     order = "bitwise deterministic" if problem.deterministic else "adds in any order"
@@ -129,10 +130,11 @@ def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) 
     return f"{order}: {why}"
 
 
-def _columns(problem: arguments.Problem, values_are_read_in_keys: bool) -> tuple[int, ...]:
-    """Of a key, and of a value that is read beside it."""
+def _columns(problem: arguments.Problem, decoding) -> tuple[int, ...]:
+    """The columns of a key, and of a value where decoding with these tiles reads it too."""
     p = problem
-    return (p.head_size,) if values_are_read_in_keys else (p.head_size, p.value_size)
+    reads_keys_alone = p.values_are_keys and getattr(decoding, "reads_values_in_keys", False)
+    return (p.head_size,) if reads_keys_alone else (p.head_size, p.value_size)
 
 
 def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
@@ -148,15 +150,15 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         objections = attend.Objections(problem, pages=pages)
         backend = attend.choose(problem, pages, implementation, check=False)
         why_not, condition = selection.reasons(backend, implementation, objections)
-        of_token = None
+        bytes_read = None
         if attend.gathers_pages(backend, problem, pages):
             tiles, copies = backend.tiles(problem), backend.copies(problem)
             copies = "; ".join(filter(None, ("all pages in the table, in order", copies)))
         else:
             tiles = backend.paged.tiles(problem, pages)
             copies = f"nothing: pages of {pages.page} keys are read where they lie"
-            columns = _columns(problem, getattr(tiles, "values_are_keys", False))
-            of_token = token_bytes(columns, pages.itemsizes(problem.dtype)[: len(columns)])
+            columns = _columns(problem, tiles)
+            bytes_read = token_bytes(columns, pages.itemsizes(problem.dtype)[: len(columns)])
     return Explanation(
         problem,
         backend.name,
@@ -165,25 +167,25 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         why_not,
         condition,
         copies=copies,
-        token_bytes=of_token,
+        token_bytes=bytes_read,
     )
 
 
 def _problem_of(call: Call) -> tuple[arguments.Problem, str | None]:
-    """The problem of a call, and None; where a sequence lies on several devices, the problem of
-    each, and what they send."""
-    call, found = context_parallel.resolve_context(call), []
+    """The problem of a call, and None; if a sequence lies on several devices, the problem of each,
+    and what they send."""
+    call, plans = context_parallel.resolve_context(call), []
 
     def note(call: Call):
         if call.context is None:
-            found.append((arguments.normalise(call)[0], None))
+            plans.append((arguments.normalise(call)[0], None))
         else:
-            found.append(context_parallel.plan(call.context, call))
-        o = jnp.zeros_like(call.query, shape=(*call.query.shape[:-1], found[-1][0].value_size))
+            plans.append(context_parallel.plan(call.context, call))
+        o = jnp.zeros_like(call.query, shape=(*call.query.shape[:-1], plans[-1][0].value_size))
         return o, o[..., 0], None
 
     if call.context is not None:
         dispatch.map_over_mesh(note, call)
     else:
         map_calls(note, call if axis_to_map(call) is None else canonicalize(call))
-    return found[0]
+    return plans[0]

@@ -1,4 +1,4 @@
-"""`merge_attention`: one attention out of several over parts of the keys."""
+"""`merge_attention`: joins attention to parts of the keys into attention to all."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ from pallas_flash.tiled.online_softmax import SoftmaxState
 def merge_attention(
     outputs: Sequence[Float[AnyArray, "*B T N Hv"]], lses: Sequence[Float[AnyArray, "*B T N"]]
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
-    """The attention to all keys, from that of the same queries to parts of the keys; differentiable
-    in every argument.
+    """The attention to all keys, from the attention of the same queries to parts of the keys;
+    differentiable in every argument.
 
     With the shares p_i = exp(lse_i - lse), the output is the sum of p_i output_i, and lse the
     log-sum-exp of the lse_i. This is how split-KV decoding joins its splits (Flash-Decoding), and
@@ -25,8 +25,8 @@ def merge_attention(
     Each key must be in one part, and sinks in the call of one part.
 
     Args:
-      outputs: of each part, in one floating dtype.
-      lses: the log-sum-exp of each, in base e, as `flash_attention` returns it with
+      outputs: the output of each part, in one floating dtype.
+      lses: the log-sum-exp of each part, in base e, as `flash_attention` returns it with
         return_residual=True. Where it is -inf, the query saw no key of this part, whose output then
         counts for nothing, NaN too.
 
@@ -35,8 +35,8 @@ def merge_attention(
       query that saw no key of any part has the output 0, the log-sum-exp -inf, and no gradient.
 
     Raises:
-      TypeError: no sequences of arrays, or dtypes that are not floating or differ.
-      ValueError: no part, not one lse for each output, or shapes that do not match.
+      TypeError: these are no sequences of arrays, or dtypes are not floating or differ.
+      ValueError: there is no part, not one lse for each output, or shapes do not match.
 
     Examples:
       >>> import jax

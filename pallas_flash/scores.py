@@ -22,13 +22,14 @@ class _ScoreMod:
         return repr(self)
 
     def __repr__(self):
-        of = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return f"{type(self).__name__}({', '.join(_shown(x) for x in of if x is not None)})"
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        shown = ", ".join(_shown(x) for x in values if x is not None)
+        return f"{type(self).__name__}({shown})"
 
 
 def fitting(score_mod: Any, heads: int, keys: tuple[Any, ...] | None = None) -> Any:
-    """The same score_mod. One of this file with values for another number of heads, or with ids of
-    other keys than [*B, S], raises: jax would clamp the index."""
+    """The score_mod as it is. Raises if it is one of this file with values for another number of
+    heads, or with ids of other keys than [*B, S]: jax would clamp the index."""
     if not isinstance(score_mod, _ScoreMod):
         return score_mod
     if score_mod.heads not in (None, heads):
@@ -65,8 +66,8 @@ class Alibi(_ScoreMod):
     slopes are [N], floats or an array, which may be learned. The paper's for N = 8 are 2^-1, 2^-2,
     ..., 2^-8.
 
-    Packed sequences may each have slopes of their own, [sequences, N], with key_value_segment_ids,
-    int32 [*B, S] or [S]: the number of each key's sequence, which
+    Each packed sequence may have other slopes: [sequences, N], with key_value_segment_ids, int32
+    [*B, S] or [S], the index of each key's sequence, which
     `masks.Varlen.key_value_segment_ids` gives.
 
     Examples:
@@ -160,14 +161,14 @@ class T5Bias(_ScoreMod):
         buckets = _shape(self.table)[-1] // (1 + self.bidirectional)
         away = jnp.abs(distance) if self.bidirectional else jnp.maximum(-distance, 0)
         bucket = jnp.minimum(away, buckets // 2)
-        # not a logarithm, which GPUs round in their own way
+        # no logarithm, which GPUs round differently
         for first in _first_of_buckets(buckets, self.max_distance):
             bucket = bucket + (away >= first).astype(bucket.dtype)
         return jnp.where(distance > 0, bucket + buckets, bucket) if self.bidirectional else bucket
 
 
 def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
-    """The distances at which the buckets after the first that is shared begin, from T5's formula in
+    """The first distance of each bucket behind the first shared one, from T5's formula in
     float32."""
     exact = buckets // 2
     distance = np.arange(exact, max_distance + 1)
@@ -182,7 +183,7 @@ def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
 
 @pytrees.dataclass(repr=False)
 class SoftCap(_ScoreMod):
-    """cap * tanh(score / cap), as logits_soft_cap; to be used in a score_mod of your own. cap is a
+    """cap * tanh(score / cap), as logits_soft_cap, to be used in your own score_mod. cap is a
     number or an array."""
 
     cap: Any

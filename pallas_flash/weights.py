@@ -29,7 +29,7 @@ def attention_weights(
     rows: Sequence[int] | Int[AnyArray, "rows"],
     **options: Unpack[Options],
 ) -> Float[Array, "*B N rows S"]:
-    """The softmax weights of some queries, in O(rows S) memory, in plain JAX; differentiable in
+    """The softmax weights of chosen queries, in O(rows S) memory, in plain JAX; differentiable in
     every float argument.
 
     A row sums to 1; to less with sinks, which take the rest; and to 0 where the query sees no key.
@@ -70,7 +70,7 @@ def attention_weights(
 
 
 def _refuse_value(call: Call):
-    """Raises where the bias can only be a value, [*B, S, K, Hv]."""
+    """Raises if the bias has the shape of a value, [*B, S, K, Hv], and can be no bias."""
     key, bias = jnp.shape(call.key), call.bias
     if checks.is_array(bias) and len(key) > 2 and bias.shape[:-1] == key[:-1]:
         if bias.shape[-1] not in (1, key[-3]):
@@ -81,27 +81,26 @@ def _refuse_value(call: Call):
 
 
 def _rows(rows, shape) -> jax.Array:
-    found = checks.ints(
-        "rows", np.asarray(rows, np.int64) if isinstance(rows, Sequence) and not len(rows) else rows
-    )
-    if found.ndim != 1:
+    is_empty = isinstance(rows, Sequence) and not len(rows)
+    rows = checks.ints("rows", np.asarray(rows, np.int64) if is_empty else rows)
+    if rows.ndim != 1:
         raise ValueError(
-            f"rows must be the numbers of some queries, [rows]; got shape {found.shape}."
+            f"rows must be the numbers of some queries, [rows]; got shape {rows.shape}."
         )
     if (
-        checks.is_constant(found)
+        checks.is_constant(rows)
         and len(shape) > 2
-        and any(not 0 <= n < shape[-3] for n in np.asarray(found))
+        and any(not 0 <= n < shape[-3] for n in np.asarray(rows))
     ):
         raise ValueError(
-            f"rows must be from 0 to T - 1 = {shape[-3] - 1}; got {np.asarray(found).tolist()}."
+            f"rows must be from 0 to T - 1 = {shape[-3] - 1}; got {np.asarray(rows).tolist()}."
         )
-    return jnp.asarray(found)
+    return jnp.asarray(rows)
 
 
 def _attend(call: WeightsCall):
-    """The weights [*B, rows, N, S] of what a device has, where dispatch.map_over_mesh has an output
-    and two arrays of rows."""
+    """The weights [*B, rows, N, S] of a device's part of the call, in place of the output and the
+    two arrays by row that dispatch.map_over_mesh expects."""
     if call.context is not None:
         raise NotImplementedError(
             "attention_weights is for sequences that are whole on a device; got "
@@ -109,18 +108,18 @@ def _attend(call: WeightsCall):
         )
     problem, x = arguments.normalise(call)
     rows = call.rows
-    found = reference.weights(
-        dataclasses.replace(problem, queries=rows.size), _of_rows(x, rows), rows
+    weights = reference.weights(
+        dataclasses.replace(problem, queries=rows.size), _take_rows(x, rows), rows
     )
     lead = call.query.shape[:-3]
     return (
-        jnp.swapaxes(found, 1, 2).reshape(*lead, rows.size, problem.heads, problem.keys),
+        jnp.swapaxes(weights, 1, 2).reshape(*lead, rows.size, problem.heads, problem.keys),
         None,
         None,
     )
 
 
-def _of_rows(x: Operands, rows: jax.Array) -> Operands:
-    """The operands with some of the queries. What these see is told by their numbers."""
-    some = lambda y: y if y is None or y.shape[2] == 1 else y[:, :, rows]
-    return x._replace(query=x.query[:, rows], bias=some(x.bias), mask=some(x.mask))
+def _take_rows(x: Operands, rows: jax.Array) -> Operands:
+    """The operands of these queries alone, whose numbers tell what they see."""
+    take = lambda y: y if y is None or y.shape[2] == 1 else y[:, :, rows]
+    return x._replace(query=x.query[:, rows], bias=take(x.bias), mask=take(x.mask))

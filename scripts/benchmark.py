@@ -137,7 +137,7 @@ def implementation(name: str) -> str:
 
 
 def make_parser(kind: str) -> argparse.ArgumentParser:
-    """Without defaults: they differ by --cases and --quick."""
+    """The parser, without defaults: they differ by --cases and --quick."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog=defaults_in_words(kind),

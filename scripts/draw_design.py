@@ -1,9 +1,8 @@
 """python scripts/draw_design.py [--out DIR]
 
-Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, timeline, mma; and those of
-docs/masks.md: masks, alignment. Nothing in them is placed or counted by hand: the tiles are those
-of `create_block_mask`, the bytes come from formulas, the timeline from a model of the GPU's units,
-the lanes from the layouts of mma in the PTX ISA.
+Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, mma; and those of docs/masks.md: masks,
+alignment. Nothing in them is placed or counted by hand: the tiles are those of `create_block_mask`,
+the bytes come from formulas, the lanes from the layouts of mma in the PTX ISA.
 """
 
 import argparse
@@ -31,9 +30,7 @@ def main(argv=None):
         "--out", type=pathlib.Path, metavar="DIR", default=FOLDER, help="folder of the pictures"
     )
     args = parser.parse_args(argv)
-    pictures = dict(tiles=draw_tiles, memory=draw_memory, timeline=draw_timeline, mma=draw_mma)
-    pictures |= dict(masks=draw_masks, alignment=draw_alignment)
-    for name, draw in pictures.items():
+    for name, draw in PICTURES.items():
         with matplotlib.rc_context({"font.size": 9, "svg.hashsalt": name, "text.color": INK}):
             write(draw(), args.out / f"{name}.svg", metadata=dict(Date=None, Creator=None))
 
@@ -65,28 +62,35 @@ def block_mask(mask: masks.Mask) -> masks.BlockMask:
 def draw_tiles() -> Figure:
     figure = Figure(figsize=(10, 7.4))
     place = dict(left=0.06, right=0.99, top=0.9, bottom=0.06, hspace=0.32, wspace=0.2)
-    grid = figure.subplots(2, 3, gridspec_kw=place).ravel()
-    for axes, (name, mask) in zip(grid, example_masks().items(), strict=True):
-        tiles = block_mask(mask)
-        counts = tiles.counts()
+    titles = {}
+    for name, mask in example_masks().items():
+        one = block_mask(mask)
+        counts = one.counts()
         visited = counts["partial"] + counts["full"]
-        draw_blocks(axes, np.asarray(tiles.second.block_types)[0, 0], tiles.second)
-        title = f"{visited} of {sum(counts.values())} tiles visited, {counts['partial']} masked"
-        axes.set_title(f"{name}\n{title}", fontsize=9.5)
+        of_all = f"{visited} of {sum(counts.values())} tiles visited, {counts['partial']} masked"
+        titles[f"{name}\n{of_all}"] = one
+    draw_grid(figure, figure.subplots(2, 3, gridspec_kw=place), titles, fontsize=9.5)
+    return figure
+
+
+def draw_grid(figure: Figure, grid, tiles: dict[str, masks.BlockMask], **title):
+    """Draws the tiles of each mask below its title, and names the axes at the edges alone."""
+    for axes, (name, one) in zip(grid.ravel(), tiles.items(), strict=True):
+        draw_blocks(axes, one)
+        axes.set_title(name, **title)
         axes.set(xticks=range(0, LENGTH + 1, 24), yticks=range(0, LENGTH + 1, 24))
-    for axes in grid[3:]:
+    for axes in grid[-1]:
         axes.set_xlabel("key")
-    for axes in grid[::3]:
+    for axes in grid[:, 0]:
         axes.set_ylabel("query")
     figure.legend(handles=LEGEND, loc="upper center", ncols=3, frameon=False)
-    return figure
 
 
 # ---- masks: the kinds that a user combines ----
 
 
 def kinds_of_masks() -> dict[str, masks.Mask]:
-    """As they are typed, with ids, lengths and a prefix as arrays."""
+    """Masks by how they are typed, with ids, lengths and a prefix as arrays."""
     ids = np.repeat(np.arange(3), [36, 24, 36])[None].astype(np.int32)
     of_one_row = lambda n: np.array([n], np.int32)
     return {
@@ -104,17 +108,9 @@ def kinds_of_masks() -> dict[str, masks.Mask]:
 def draw_masks() -> Figure:
     figure = Figure(figsize=(10, 5.8))
     place = dict(left=0.05, right=0.98, top=0.88, bottom=0.08, hspace=0.3, wspace=0.22)
+    tiles = {name: block_mask(mask) for name, mask in kinds_of_masks().items()}
     grid = figure.subplots(2, 4, gridspec_kw=place)
-    for axes, (name, mask) in zip(grid.ravel(), kinds_of_masks().items(), strict=True):
-        tiles = block_mask(mask)
-        draw_blocks(axes, np.asarray(tiles.second.block_types)[0, 0], tiles.second)
-        axes.set_title(name, fontsize=7.5, family="monospace")
-        axes.set(xticks=range(0, LENGTH + 1, 24), yticks=range(0, LENGTH + 1, 24))
-    for axes in grid[1]:
-        axes.set_xlabel("key")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("query")
-    figure.legend(handles=LEGEND, loc="upper center", ncols=3, frameon=False)
+    draw_grid(figure, grid, tiles, fontsize=7.5, family="monospace")
     return figure
 
 
@@ -124,15 +120,15 @@ FEW, MANY = 4, 8
 
 
 def alignments() -> dict[str, masks.BlockMask]:
-    """Blocks of one query and one key."""
-    found = {}
+    """Causal masks by their titles, in blocks of one query and one key."""
+    aligned = {}
     for T, S in (FEW, MANY), (MANY, FEW):
         make = lambda offset: masks.create_block_mask(
             masks.Causal(), T, S, block=1, query_offset=offset
         )
-        found[f"T = {T}, S = {S}\ntop-left, query_offset=0"] = make(0)
-        found[f"T = {T}, S = {S}\nbottom-right, query_offset=S - T"] = make(S - T)
-    return found
+        aligned[f"T = {T}, S = {S}\ntop-left, query_offset=0"] = make(0)
+        aligned[f"T = {T}, S = {S}\nbottom-right, query_offset=S - T"] = make(S - T)
+    return aligned
 
 
 def draw_alignment() -> Figure:
@@ -140,7 +136,7 @@ def draw_alignment() -> Figure:
     place = dict(left=0.04, right=0.99, top=0.84, bottom=0.12, wspace=0.15)
     grid = figure.subplots(1, 4, gridspec_kw=place)
     for axes, (name, mask) in zip(grid, alignments().items(), strict=True):
-        draw_blocks(axes, np.asarray(mask.second.block_types)[0, 0], mask.second)
+        draw_blocks(axes, mask)
         axes.set_title(name, fontsize=9)
         axes.set(xlabel="key", ylabel="query", xticks=[], yticks=[], anchor="N")
     return figure
@@ -289,145 +285,6 @@ def draw_memory() -> Figure:
     return figure
 
 
-# ---- timeline: a model of the Hopper forward ----
-
-# Clocks of a step, 64 queries x 128 keys at head size 128. The tensor cores of an SM do 4096 FLOP a
-# clock, its other units 16 exponentials; a product is 2 x 64 x 128 x 128 FLOP. The maximum is what
-# is left of a softmax of about 650 clocks, an estimate; a load is 32 KB at an assumed 64 bytes a
-# clock.
-PRODUCT = 2 * 64 * 128 * 128 // 4096
-# of the scores, and of alpha, in each of the four threads that share a row
-EXPONENTIALS = (64 * 128 + 64 * 4) // 16
-MAXIMUM = 650 - EXPONENTIALS
-LOAD = 128 * 128 * 2 // 64
-STAGES = 2
-
-
-class Span(NamedTuple):
-    lane: str
-    label: str
-    start: int
-    stop: int
-
-
-def simulate(blocks: int, consumers: int, overlap: bool, maximum: int = MAXIMUM) -> list[Span]:
-    """The forward of one program; without `overlap` the softmax of a block waits for the product of
-    the block before it.
-
-    Each unit does one job at a time. Consumers issue their products in turns, so the jobs of a unit
-    have one order, in which the loops here go through them.
-    """
-    spans, free = [], dict(tensor=0, exp=0, TMA=0)
-
-    def run(unit: str, lane: str, label: str, clocks: int, ready: int) -> int:
-        """When a job is done that may start when it is `ready` and its unit is free."""
-        start = max(ready, free.get(unit, 0))
-        free[unit] = start + clocks
-        spans.append(Span(lane, label, start, start + clocks))
-        return start + clocks
-
-    loaded, released = {}, {}
-    now = [run("TMA", "TMA", "$Q$", LOAD // 2, 0) for _ in range(consumers)]
-    turn = 0
-    for j in range(blocks + 1):
-        for array in "KV" if j < blocks else "":
-            ready = released.get((array, j - STAGES), 0)
-            loaded[array, j] = run("TMA", "TMA", f"${array}_{j}$", LOAD, ready)
-        for c in range(consumers):
-            products, softmax = f"consumer {c}, products", f"consumer {c}, softmax"
-            turn = max(turn, now[c], loaded.get(("K", j), 0))
-            scored = turn
-            if j < blocks:
-                scored = run("tensor", products, f"$S_{j}$", PRODUCT, turn)
-            added = 0
-            if j > 0:
-                turn = max(turn, loaded["V", j - 1])
-                added = run("tensor", products, f"$P_{j - 1}V_{j - 1}$", PRODUCT, turn)
-            if j < blocks:
-                now[c] = scored if overlap else max(scored, added)
-                released["K", j] = max(released.get(("K", j), 0), now[c])
-                now[c] = run(f"max {c}", softmax, "max", maximum, now[c])
-                now[c] = run("exp", softmax, f"exp {j}", EXPONENTIALS, now[c])
-            if j > 0:
-                now[c] = max(now[c], added)
-                released["V", j - 1] = max(released.get(("V", j - 1), 0), now[c])
-    return spans
-
-
-def busy(consumers: int, overlap: bool, maximum: int = MAXIMUM) -> float:
-    """The share of the time that the tensor cores are busy in the long run."""
-    spans = simulate(60, consumers, overlap, maximum)
-    start = {span.label: span.start for span in spans if span.lane == "consumer 0, products"}
-    return 20 * consumers * 2 * PRODUCT / (start["$S_40$"] - start["$S_20$"])
-
-
-SCHEDULES = {
-    "one consumer, softmax after its products": (1, False),
-    "one consumer, softmax under its products": (1, True),
-    "two consumers in turns, softmax after": (2, False),
-    "two consumers in turns, softmax under (the kernel)": (2, True),
-}
-# by the first letters of a job's label
-JOBS = {
-    "$S": ("$S_j = Q K_j^T$", BLUE),
-    "$P": ("$O$ += $P_{j-1} V_{j-1}$", "#9467bd"),
-    "max": ("row maximum", "#2f6b3c"),
-    "exp": ("exponentials", GREEN),
-    "$": ("load", "#d9d9d9"),
-}
-
-
-def draw_timeline() -> Figure:
-    figure, blocks = Figure(figsize=(11, 9)), 4
-    shown = [name for name in SCHEDULES if SCHEDULES[name] != (1, True)]
-    lanes = [1 + 2 * SCHEDULES[name][0] for name in shown]
-    place = dict(left=0.145, right=0.985, top=0.92, bottom=0.05, hspace=0.42)
-    *timelines, last = figure.subplots(4, 1, height_ratios=[*lanes, 5], gridspec_kw=place)
-    for name, axes in zip(shown, timelines, strict=True):
-        axes.sharex(timelines[-1])
-        draw_schedule(axes, simulate(blocks, *SCHEDULES[name]))
-        share = f"tensor cores busy {busy(*SCHEDULES[name]):.0%} in the long run"
-        axes.set_title(f"{name}: {share}", fontsize=10, loc="left")
-    timelines[-1].set_xlabel("clocks of a model, not measured")
-    handles = [Patch(color=color, label=text) for text, color in JOBS.values()]
-    figure.legend(handles=handles, loc="upper center", ncols=5, frameon=False)
-    draw_slack(last)
-    return figure
-
-
-def draw_schedule(axes, spans: list[Span]):
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "TMA", lane))
-    for span in spans:
-        y, length = lanes.index(span.lane), span.stop - span.start
-        _, color = next(job for start, job in JOBS.items() if span.label.startswith(start))
-        axes.barh(y, length, 0.84, span.start, color=color, edgecolor="white", linewidth=0.8)
-        if span.label != "max":
-            ink = INK if span.lane == "TMA" else "white"
-            text = dict(ha="center", va="center", fontsize=8, color=ink)
-            axes.text(span.start + length / 2, y, span.label, **text)
-    axes.set_yticks(range(len(lanes)), [lane.replace("TMA", "producer, TMA") for lane in lanes])
-    axes.set(ylim=(len(lanes) - 0.5, -0.5))
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def draw_slack(axes):
-    clocks, softmax = np.arange(550, 2001, 25), MAXIMUM + EXPONENTIALS
-    for (name, schedule), line in zip(SCHEDULES.items(), (":", "-.", "--", "-"), strict=True):
-        shares = [100 * busy(*schedule, maximum=int(c) - EXPONENTIALS) for c in clocks]
-        axes.plot(clocks, shares, line, color=INK, label=name)
-    axes.set(
-        xlabel="clocks of a softmax: a mask or a soft cap makes it longer",
-        ylabel="tensor cores busy, %",
-        ylim=(0, 105),
-        xlim=(550, 3200),
-    )
-    axes.axvline(softmax, color=GREEN, linewidth=1)
-    axes.text(softmax + 12, 6, f"{softmax}, as above", color=GREEN, fontsize=8.5)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center right", frameon=False, handlelength=2.6)
-
-
 # ---- mma: which lane has what ----
 
 
@@ -466,6 +323,9 @@ def draw_mma() -> Figure:
     figure.text(0.01, 0.965, "numbers: the lane of a warp", fontsize=8)
     return figure
 
+
+PICTURES = dict(tiles=draw_tiles, memory=draw_memory, mma=draw_mma)
+PICTURES |= dict(masks=draw_masks, alignment=draw_alignment)
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ class Typed(NamedTuple):
 
 def parse_mask(text: str) -> Typed:
     try:
-        mask = eval(text, vars(masks).copy())
+        mask = eval(text, vars(masks) | {"np": np})
     except Exception as error:  # whatever the expression raises
         raise argparse.ArgumentTypeError(f"{text!r} makes no mask: {error}") from error
     if not isinstance(mask, masks.Mask):
@@ -72,7 +72,7 @@ def main(argv=None):
 
 
 def summary(block_mask: masks.BlockMask) -> str:
-    """Its counts, and what they save of the blocks of full attention."""
+    """Counts of the kinds of blocks, and the work of full attention that they save."""
     counts = block_mask.counts()
     total = sum(counts.values())
     words = ", ".join(f"{n} {name}" for name, n in counts.items())
@@ -81,19 +81,20 @@ def summary(block_mask: masks.BlockMask) -> str:
 
 
 def draw(block_mask: masks.BlockMask, title: str) -> Figure:
-    by_head = np.asarray(block_mask.second.block_types)[0]
-    figure = Figure(figsize=(1.2 + 4.6 * len(by_head), 5.8), layout="constrained")
+    heads = block_mask.second.block_types.shape[1]
+    figure = Figure(figsize=(1.2 + 4.6 * heads, 5.8), layout="constrained")
     figure.suptitle(title, fontsize=9, wrap=True)
-    each = figure.subplots(1, len(by_head), squeeze=False)[0]
-    for head, (axes, types) in enumerate(zip(each, by_head, strict=True)):
-        draw_blocks(axes, types, block_mask.second)
-        axes.set(xlabel="key", ylabel="query", title=f"head {head}" if len(by_head) > 1 else "")
+    for head, axes in enumerate(figure.subplots(1, heads, squeeze=False)[0]):
+        draw_blocks(axes, block_mask, head)
+        axes.set(xlabel="key", ylabel="query", title=f"head {head}" if heads > 1 else "")
     figure.legend(handles=LEGEND, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
-def draw_blocks(axes, types, mask):
-    """The types [queries, keys] of blocks of a mask in the colours of COLORS."""
+def draw_blocks(axes, block_mask: masks.BlockMask, head: int = 0):
+    """Draws the blocks of a head of a mask in the colours of COLORS."""
+    mask = block_mask.second
+    types = np.asarray(mask.block_types)[0, head]
     edges = [np.arange(n + 1) * mask.block_size for n in types.shape[::-1]]
     colors = ListedColormap(list(COLORS.values()))
     axes.pcolormesh(*edges, types, cmap=colors, vmin=0, vmax=2, edgecolor="white", linewidth=0.3)

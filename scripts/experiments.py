@@ -69,7 +69,7 @@ def parts(*numbers: int) -> list[str]:
 
 
 def tiles(*numbers: int) -> list[str]:
-    """To a program of the forward."""
+    """The forward by each number of tiles to a program."""
     several, one = "q_stages=2, forward.k_wait=early", "q_stages=1, forward.k_wait=at use"
     return [
         f"{DEFAULT}: forward.tiles_per_program={number}, forward.{several if number > 1 else one}"
@@ -149,7 +149,7 @@ def main(argv=None) -> int:
 
 
 def each(act: Callable[[Contender, Case, str], str], chosen: dict[str, Experiment]) -> int:
-    """The exit status."""
+    """Acts on each contender of each experiment; returns the exit status."""
     has_failed = False
     for name, experiment in chosen.items():
         for one in map(contender, experiment.contenders):
@@ -165,7 +165,7 @@ def each(act: Callable[[Contender, Case, str], str], chosen: dict[str, Experimen
 
 
 def lower(one: Contender, case: Case, passes: str) -> str:
-    """As on an H200, which need not be here."""
+    """Lowers a contender as on an H200, which need not be here."""
     if one.is_peer:
         return one.missing() or "a peer, which is installed"
     with gpu_code.as_if_on(GPUS["H200"]):
@@ -177,7 +177,7 @@ def lower(one: Contender, case: Case, passes: str) -> str:
 
 
 def run_twice(one: Contender, case: Case, passes: str) -> str:
-    """Here, by whatever profiles this process."""
+    """Runs a contender here, under whatever profiles this process."""
     if reason := one.missing():
         raise NotImplementedError(reason)
     one.load()

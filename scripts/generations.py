@@ -4,10 +4,11 @@ Counts the generations of attention, from standard attention to FlashAttention-3
 FlashAttention's paper (GPT-2 medium, forward and backward): FLOPs, exponentials, bytes, memory, and
 the time of these at a GPU's peak rates. Prints a table and draws it. Nothing is measured: to time
 the same implementations, run scripts/benchmark.py with --implementations. The kernels in Mosaic GPU
-need jax 0.11.2, and an older one leaves them out.
+need jax 0.11.2.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -27,7 +28,6 @@ from scripts.bench.report import print_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
-INCOMPLETE = pathlib.Path("runs", "generations.svg")  # of fewer generations than FIGURE shows
 FIRST, SECOND = "A100-40GB", "H200"  # the paper's GPU, and one that runs every generation
 PRINTED = [
     ("the paper's standard, as printed", "", "66.6", "", "40.3", "", "41.7 measured", ""),
@@ -50,7 +50,7 @@ class Attention(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Of all sequences."""
+        """Heads of all sequences."""
         return self.B * self.N
 
     @property
@@ -89,7 +89,7 @@ class Tiles(NamedTuple):
     block_k: int
 
     def row_stops(self) -> np.ndarray:
-        """Behind the last row of each block of queries."""
+        """The first row behind each block of queries."""
         return np.arange(self.block_q, self.p.T + self.block_q, self.block_q)
 
     def key_blocks(self) -> np.ndarray:
@@ -98,7 +98,7 @@ class Tiles(NamedTuple):
         return -(-np.minimum(stops, self.p.T) // self.block_k)
 
     def keys(self, stops=np.inf) -> int:
-        """That all blocks of queries load: whole blocks, or up to `stops`."""
+        """Keys that all blocks of queries load: whole blocks, or up to `stops`."""
         return int(np.minimum(self.key_blocks() * self.block_k, stops).sum())
 
     def query_blocks(self) -> np.ndarray:
@@ -107,7 +107,7 @@ class Tiles(NamedTuple):
         return -(-self.p.T // self.block_q) - (first if self.p.causal else 0 * first)
 
     def cost(self, visits, products: int, reads: int, writes: int, alpha: int = 0) -> Cost:
-        """Of so many products of each tile; with `alpha` 1 each rescales the rows of O."""
+        """The cost of so many products of each tile; with `alpha` 1 each rescales the rows of O."""
         rows = self.p.heads * int(visits.sum()) * self.block_q
         matrix = 2 * products * rows * self.block_k * self.p.H
         return Cost(matrix, rows * (self.block_k + alpha), reads, writes)
@@ -169,24 +169,19 @@ def flash2(
     )
 
 
-def triton(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+def triton(p: Attention, t, by_mma: bool = False) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-2. Queries outside: O, m and l stay on the chip, K and V are loaded for each
     block of queries, under a mask up to the last row's key. Which blocks a program visits is a
-    list."""
+    list. By mma whole blocks are copied, which ones is computed, and m and l are one number."""
     forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
-    keys = lambda tiles: tiles.keys(tiles.row_stops() if p.causal else np.inf)
-    reads = q + p.heads * keys(forward) * 4 * p.H
-    cost = forward.cost(forward.key_blocks(), 2, reads, q + 2 * rows, 1)
-    return flash2(p, t, cost, Cost(0, 0, 2 * q + 3 * rows, q + 2 * rows), keys, lists=16)
+    keys = lambda x: x.keys(x.row_stops() if p.causal and not by_mma else np.inf)
+    reads, statistics = q + p.heads * keys(forward) * 4 * p.H, rows if by_mma else 2 * rows
+    cost = forward.cost(forward.key_blocks(), 2, reads, q + statistics, 1)
+    delta = Cost(0, 0, 2 * q + rows + statistics, 2 * rows + (0 if by_mma else q))
+    return flash2(p, t, cost, delta, keys, lists=0 if by_mma else 16)
 
 
-def ampere(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """FlashAttention-2 by mma. Whole blocks are copied to shared memory, and which ones a program
-    visits is computed. m and l leave the kernel as one number."""
-    forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
-    reads = q + p.heads * forward.keys() * 4 * p.H
-    cost = forward.cost(forward.key_blocks(), 2, reads, q + rows, 1)
-    return flash2(p, t, cost, Cost(0, 0, 2 * q + 2 * rows, 2 * rows))
+ampere = functools.partial(triton, by_mma=True)
 
 
 def hopper(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
@@ -242,20 +237,8 @@ GENERATIONS = {
 }
 
 
-def countable(p: Attention) -> tuple[dict[str, Generation], dict[str, str]]:
-    """The generations whose tiles this jax knows, and why not of the others."""
-    found, left_out = {}, {}
-    for name, generation in GENERATIONS.items():
-        try:
-            p.tiles(generation.implementation)
-            found[name] = generation
-        except NotImplementedError as error:
-            left_out[name] = str(error).partition(" The call:")[0]
-    return found, left_out
-
-
 def kernels(name: str, p: Attention) -> dict[str, Cost]:
-    """Of the forward and the backward, each by its name."""
+    """Costs of the forward's and the backward's kernels, by name."""
     generation = GENERATIONS[name]
     forward, backward = generation.costs(p, p.tiles(generation.implementation))
     return {f"forward: {k}": cost for k, cost in forward.items()} | {
@@ -266,9 +249,9 @@ def kernels(name: str, p: Attention) -> dict[str, Cost]:
 # ---- the table ----
 
 
-def table(p: Attention, generations: dict[str, Generation]) -> list[tuple[str, ...]]:
+def table(p: Attention) -> list[tuple[str, ...]]:
     rows = []
-    for name, generation in generations.items():
+    for name, generation in GENERATIONS.items():
         costs = kernels(name, p)
         cost = total(costs)
         gpus = [SECOND] if generation.implementation == "hopper" else [FIRST, SECOND]
@@ -296,7 +279,7 @@ UNITS = dict(memory="#b5524b", products="#3b76af", exponentials="#5aa469")
 LENGTHS = [128, 256, 512, 1024, 2048, 4096]
 
 
-def draw(p: Attention, generations: dict[str, Generation]) -> Figure:
+def draw(p: Attention) -> Figure:
     figure = Figure(figsize=(12, 4.2))
     # no layout engine: the same anywhere
     left, middle, right = figure.subplots(
@@ -307,10 +290,10 @@ def draw(p: Attention, generations: dict[str, Generation]) -> Figure:
         f"{p.H}, {p.T} queries and keys, 16 bits",
         fontsize=11,
     )
-    costs = {name: total(kernels(name, p)) for name in generations}
+    costs = {name: total(kernels(name, p)) for name in GENERATIONS}
     draw_bytes(left, {name: cost.bytes / 1e9 for name, cost in costs.items()})
     draw_units(middle, costs)
-    draw_memory(right, p, generations)
+    draw_memory(right, p)
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (middle, left):
@@ -339,8 +322,8 @@ def draw_units(axes, costs: dict[str, Cost]):
     axes.set(xlabel="ms", title=f"Time of each unit of an {SECOND} at its peak")
 
 
-def draw_memory(axes, p: Attention, generations: dict[str, Generation]):
-    for name, generation in generations.items():
+def draw_memory(axes, p: Attention):
+    for name, generation in GENERATIONS.items():
         if "online" not in name:
             sizes = [generation.memory(p._replace(B=1, T=length)) / 1e6 for length in LENGTHS]
             axes.plot(
@@ -361,22 +344,19 @@ def draw_memory(axes, p: Attention, generations: dict[str, Generation]):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
-    parser.add_argument(
-        "--out",
-        type=pathlib.Path,
-        metavar="FILE",
-        help=f"the picture ({FIGURE.relative_to(ROOT)}; {INCOMPLETE} if some are left out)",
-    )
+    shown = FIGURE.relative_to(ROOT)
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, metavar="FILE", default=FIGURE, help=f"the picture ({shown})")
     args, p = parser.parse_args(argv), GPT2_MEDIUM
-    generations, left_out = countable(p)
-    print_table(HEADER, [*PRINTED, *table(p, generations)])
-    for name, reason in left_out.items():
-        print(f"left out: {name}: {reason}")
+    try:
+        rows = table(p)
+    except NotImplementedError as error:  # without Mosaic's kernels
+        raise SystemExit(f"generations.py: error: {error}") from None
+    print_table(HEADER, [*PRINTED, *rows])
     products = [2 * products * p.scores * p.H / 1e9 for products in (6, 7)]
     print(f"\n{NOTE.format(*(f'{flops:.0f}' for flops in products))}\n")
     with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "generations"}):
-        path = args.out or (INCOMPLETE if left_out else FIGURE)
-        write(draw(p, generations), path, metadata=dict(Date=None, Creator=None))
+        write(draw(p), args.out, metadata=dict(Date=None, Creator=None))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """python scripts/inspect_kernels.py ['CALL'] [--gpu NAME] [--forward | --jvp] [--units] [--json]
 
 Says what a call of flash_attention runs on a GPU, which need not be here: the implementation and
-why not the others, its tiles, the least work and time, and what the compiler made of each kernel,
-forward and backward, or forward mode. Nothing is run.
+why not the others, its tiles, and what the compiler made of each kernel, forward and backward, or
+forward mode. Nothing is run.
 
 CALL has the sizes B, T, S, N, K, H and Hv, the dtype, and arguments of flash_attention, as Python:
 
@@ -18,10 +18,7 @@ By default B=1, T=4096, S=T, N=16, K=N, H=128, Hv=H, dtype="bfloat16". What pall
 
 import argparse
 import ast
-import functools
 import json
-import math
-import operator
 import pathlib
 import subprocess
 import sys
@@ -79,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, argv) -> argparse.Namespace:
-    """Beside the options, `call`: the arguments of flash_attention, with shapes of its arrays."""
+    """The options, and as `call` the arguments of flash_attention, with shapes of its arrays."""
     from pallas_flash.accounting import GPUS
 
     args = parser.parse_args(argv)
@@ -136,75 +133,6 @@ def gpu_here() -> str | None:
     return name_of(run.stdout.partition("\n")[0])
 
 
-# ---- the least work ----
-
-
-def count_pairs(call: dict) -> int:
-    """Visible pairs of a query and a key, over all batch rows and heads; a dense mask hides
-    none."""
-    from pallas_flash import masks
-
-    B, T, N, _ = call["query"].shape
-    S, offset = call["key"].shape[1], call.get("query_offset", 0)
-    rules = [masks.Causal()] if call.get("is_causal") else []
-    if (window := call.get("local_window_size")) is not None:
-        rules.append(masks.Window(*((window, window) if isinstance(window, int) else window)))
-    if (lengths := call.get("key_value_seq_lengths")) is not None:
-        rules.append(masks.KeyLengths(lengths))
-    if (lengths := call.get("query_seq_lengths")) is not None:
-        rules.append(masks.QueryLengths(lengths))
-    if (ids := call.get("query_segment_ids")) is not None:
-        rules.append(masks.Documents(ids, call.get("key_value_segment_ids", ids)))
-    if isinstance(call.get("mask"), masks.Mask):
-        rule = functools.reduce(operator.and_, rules, call["mask"])
-        blocks = masks.create_block_mask(rule, T, S, block=1, query_offset=offset, batch=B, heads=N)
-        count = blocks.counts()
-        return count["full"] * (B * N * T * S // sum(count.values()))
-    resolved = masks.resolve(rules, B, T, S, offset)
-    by_row = resolved.narrow(resolved.BY_BATCH, lambda x: x[:, None])
-    start, stop = by_row.interval(np.arange(T)[None])
-    count = np.maximum(np.asarray(stop) - np.asarray(start), 0)
-    return int(np.broadcast_to(count, (B, T)).sum(dtype=np.int64)) * N
-
-
-def least_costs(call: dict, pairs: int) -> dict:
-    """The least `Cost` of each pass, by name: the products of the visible `pairs`, an exponential
-    for each of them in each kernel, and each array moved once in each kernel, whatever the mask.
-    An implementation does more: whole tiles, and arrays moved again for each tile that needs
-    them.
-
-    The forward has two products, Q K^T and P V. A backward in one kernel has five, Q K^T, dO V^T,
-    P^T dO, dS K and dS^T Q; in two kernels, for dQ and for dK with dV, seven, since both need the
-    first two. Forward mode has five beside the forward's: Q K^T, dQ K^T, Q dK^T, (P dS) V and P dV.
-    """
-    from pallas_flash.accounting import Cost
-
-    q, k, v, bias, mask = (call.get(name) for name in ("query", "key", "value", "bias", "mask"))
-    H, Hv = q.shape[-1], call.get("value_size") or v.shape[-1]
-    bytes_of = lambda x: math.prod(x.shape) * x.dtype.itemsize if hasattr(x, "shape") else 0
-    inputs, mask = sum(map(bytes_of, (q, k, v, bias))), bytes_of(mask)
-    o, row = bytes_of(q) // H * Hv, math.prod(q.shape[:-1]) * 4  # lse and delta are float32
-    # what each kernel of the backward reads; delta takes o beside it
-    once = inputs + mask + o + 2 * row
-    forward, backward = 2 * pairs * (H + Hv), 2 * pairs * (3 * H + 2 * Hv)
-    return {
-        "forward": Cost(forward, pairs, reads=inputs + mask, writes=o + row),
-        "backward, 5 products": Cost(backward, pairs, reads=once + o, writes=inputs),
-        "backward, 7 products": Cost(
-            backward + forward, 2 * pairs, reads=2 * once + o, writes=inputs
-        ),
-        "forward mode": Cost(backward, pairs, reads=2 * inputs + mask + o + row, writes=o + row),
-    }
-
-
-def least_work(name: str, cost, args) -> dict:
-    """A pass with the seconds that each part of it takes alone at the GPU's peaks; all of it takes
-    no less than the slowest."""
-    seconds = args.gpu.seconds(cost, str(args.call["query"].dtype))
-    amounts = dict(name=name, flops=cost.matrix, exponentials=cost.exponentials, bytes=cost.bytes)
-    return amounts | dict(seconds=seconds, least_seconds=max(seconds.values()))
-
-
 # ---- the report ----
 
 
@@ -226,10 +154,7 @@ def explain_call(args, parser: argparse.ArgumentParser) -> dict:
             report = dict(refused=str(error))
         except (TypeError, ValueError) as error:  # about its arguments
             parser.error(str(error))
-    gpu = args.gpu._asdict() | dict(exponentials=args.gpu.exponentials)
-    costs = least_costs(args.call, count_pairs(args.call))
-    work = [least_work(name, cost, args) for name, cost in costs.items()]
-    return dict(call=str(choice.problem), gpu=gpu, work=work) | report
+    return dict(call=str(choice.problem), gpu=args.gpu._asdict()) | report
 
 
 def compile_call(args, folder: pathlib.Path) -> dict:
@@ -301,7 +226,6 @@ def print_report(report: dict):
             line(name, report[name])
     for name, reason in report.get("why_not", {}).items():
         line(f"not {name}", reason)
-    print_work(report["work"], report["gpu"])
     if "not_compiled" in report:
         print(f"\nNothing was compiled for the {kind}: {report['not_compiled']}")
     if "failed" in report:
@@ -310,31 +234,10 @@ def print_report(report: dict):
         print_kernels(report)
 
 
-def print_work(work: list[dict], gpu: dict):
-    from scripts.bench.report import print_table
-
-    print(
-        "\nThe least work, and its time at the GPU's peaks: dense products at "
-        f"{gpu['products'] / 1e12:g} TFLOP/s ({gpu['float32'] / 1e12:g} in float32),\n"
-        f"{gpu['bandwidth'] / 1e12:g} TB/s, and {gpu['exponentials'] / 1e12:.2g} T exponentials/s, "
-        f"16 per clock in each of {gpu['cores']} SMs at {gpu['clock'] / 1e9:g} GHz.\n"
-        "Each kernel moves its arrays once. The backward is one kernel of 5 products, or two, dQ "
-        "and dK with dV, of 7 in all; of 8 where dK and dV are apart."
-    )
-    rows = []
-    for w in work:
-        amounts = w["flops"] / 1e9, w["exponentials"] / 1e9, w["bytes"] / 1e6
-        times = (1e3 * s for s in (*w["seconds"].values(), w["least_seconds"]))
-        bound = max(w["seconds"], key=w["seconds"].get)
-        rows.append([w["name"], *map(_short, (*amounts, *times)), bound])
-    units = [f"{unit}, ms" for unit in work[0]["seconds"]]
-    print_table(["pass", "GFLOP", "G exp2", "MB", *units, "at least, ms", "bound by"], rows)
-
-
 def print_kernels(report: dict):
     from scripts.bench.report import print_table
 
-    kernels, megabytes = report["kernels"], _short(report["temporary_bytes"] / 1e6)
+    kernels, megabytes = report["kernels"], f"{report['temporary_bytes'] / 1e6:,.3g}"
     print(
         f"\nCompiled by {report['compiler']}: {megabytes} MB of temporaries beside inputs and "
         "outputs."
@@ -386,10 +289,6 @@ def print_units(kernels: list[dict]):
     if rows:
         columns = "in registers", "shared memory", "issue", "exponentials", "bound by"
         print_table(["", *columns], rows)
-
-
-def _short(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def main(argv=None) -> int:
 
 
 def sweep(args, case: Case, current, kernel: Kernel, time_by: str) -> dict[Any, Row]:
-    """By the kernel's tiles; the current ones first."""
+    """A row for each candidate of the kernel's tiles, the current ones first."""
     tried = candidates(kernel.get(current), args.sweep)
     print(f"measuring  {kernel.field or 'tiles'}: {len(tried)} candidates", file=sys.stderr)
     contenders = [contender(args, kernel.replace(current, tiles)) for tiles in tried]
@@ -112,7 +112,7 @@ def contender(args, tiles) -> peers.Contender:
 
 
 def kind(args) -> str:
-    """Of backward."""
+    """The kind of backward that --deterministic asks for."""
     return peers.DETERMINISTIC if args.deterministic else ""
 
 

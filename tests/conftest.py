@@ -8,8 +8,12 @@ from jaxlib import version
 
 # XLA's threads: gpu_interpreter.py needs one for each warpgroup, on any machine
 os.environ.setdefault("NPROC", "8")
+# NumPy's threads wait for each other by spinning, beside other tests
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # tests change tiles; test_selfcheck*.py check the check
 os.environ.setdefault("PALLAS_FLASH_SELF_CHECK", "0")
+# where a test fails, frames of jax and of the package say why
+os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 # several test processes may share a GPU
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # XLA's older emitter compiles in a third of the time; from 0.11.2 on it is gone
@@ -49,7 +53,7 @@ def pytest_addoption(parser):
         "and tests named by their ids"
     )
     parser.addoption("--whole", action="store_true", help=help)
-    help = "with --whole: of what it adds, one of two halves, which an even and an odd number name"
+    help = "with --whole: a quarter of the tests, which this number modulo four names"
     parser.addoption("--turn", type=int, help=help)
     help = (
         "compile programs as users do; without it most optimizations are off, since most "

@@ -46,11 +46,12 @@ def fast_half(items: list) -> list:
     ]
 
 
+TURNS = 4
+
+
 def one_turn(items: list, number: int) -> list:
-    """The fast half, and one of two halves of all else, which take turns."""
-    fast = set(map(id, fast_half(items)))
-    has_turn = lambda item: zlib.crc32(item.nodeid.encode()) % 2 == number % 2
-    return [item for item in items if id(item) in fast or has_turn(item)]
+    """A quarter of the tests, which that number modulo four names."""
+    return [item for item in items if (zlib.crc32(item.nodeid.encode()) - number) % TURNS == 0]
 
 
 def _is_whole(item) -> bool:

@@ -14,7 +14,9 @@ from pallas_flash import accounting, explain
 from pallas_flash.accounting import GPUS
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tuning
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles, power_of_two
+from pallas_flash.kernels.mosaic import elements
+from pallas_flash.kernels.pallas_call import power_of_two
+from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.transforms import autodiff
 from scripts.bench.gpu_code import as_if_on
 
@@ -115,7 +117,7 @@ def test_hopper_copies_the_blocks_that_a_tile_sees(call, traceable):
         tiles = explain(*x[:3], implementation="hopper", **call).tiles
     kernels = observe(both_passes(attention("hopper", tiles, **call)), *x)
     visible = oracle.visible(1, 1, z.T, z.S, call)[0, 0]
-    row = lambda size, t: 2 * z.N * tuning.padded_size(size, t.swizzle)
+    row = lambda size, t: 2 * z.N * elements.padded_size("bfloat16", size, t.swizzle)
     T, S = (-(-length // 8) * 8 for length in (z.T, z.S))
     by_queries = dict(flash_attention_forward=tiles.forward)
     if tiles.fused is None:
@@ -156,8 +158,8 @@ def test_decoding_copies_a_key_once_for_all_heads_on_hopper(call, traceable):
     visible = oracle.visible(1, 1, z.T, z.S, call)[0, 0]
     ((first, last, _),) = columns_of(visible, z.T, t.block_k)
     keys = 2 * z.B * z.K * (min(last, -(-z.S // 8) * 8) - first)
-    assert kernel.reads["args[1]"] == keys * tuning.padded_size(z.H, t.swizzle)
-    assert kernel.reads["args[2]"] == keys * tuning.padded_size(z.Hv, t.swizzle)
+    assert kernel.reads["args[1]"] == keys * elements.padded_size("bfloat16", z.H, t.swizzle)
+    assert kernel.reads["args[2]"] == keys * elements.padded_size("bfloat16", z.Hv, t.swizzle)
 
 
 @pytest.mark.parametrize("call", DECODING)

@@ -16,7 +16,6 @@ from test_benchmark import SMALL, program, xla
 
 from pallas_flash.choose import implementations
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
-from scripts.bench.cases import Case
 
 # ---- cases ----
 
@@ -60,30 +59,29 @@ def test_documents_fill_the_row_and_are_no_multiples_of_blocks():
 def test_the_suite_has_every_shape_that_is_promised():
     options = types.SimpleNamespace(dtype="bfloat16", quick=False)
     suite = cases.suite(options)
-    assert all(case.B * case.T == 16384 and case.S == case.T for case in suite)
-    assert len(set(suite)) == len(suite)
-    is_plain = lambda c: not (c.window or c.documents or c.Hv or c.N != c.K)
-    assert {(case.H, case.T, case.causal) for case in suite if is_plain(case)} == {
-        (512, 4096, True),
-        *itertools.product((64, 128, 256), [2**n for n in range(9, 15)], (True, False)),
-    }
-    assert all(case.N * case.H == 2048 for case in suite if case.N == case.K and not case.Hv)
-    others = [case for case in suite if not is_plain(case)]
-    assert [(c.N, c.K, c.H, c.Hv, c.window, c.documents, c.global_tokens) for c in others] == [
-        (16, 16, 128, None, None, 16, None),
-        (16, 16, 192, 128, None, None, None),
-        (64, 8, 128, None, None, None, None),
-        (16, 16, 128, None, 1024, None, None),
-        (16, 16, 128, None, 1024, None, 64),
+    assert len(set(suite)) == len(suite) and {case.B * case.T for case in suite} == {16384}
+    plain = [c for c in suite if c.mask in ("causal", "full") and c.N == c.K and not c.Hv]
+    sizes = itertools.product((64, 128, 256), [2**n for n in range(9, 15)], (True, False))
+    assert {(c.H, c.T, c.causal) for c in plain} == {(512, 4096, True), *sizes}
+    assert {c.N * c.H for c in plain} == {2048}
+    assert [str(case) for case in suite if case not in plain] == [
+        "B1 T16384 N16 H128 bfloat16 causal 16 documents",
+        "B2 T8192 N16 H192/128 bfloat16 causal",
+        "B2 T8192 N64/8 H128 bfloat16 causal",
+        "B1 T16384 N16 H128 bfloat16 causal window 1024",
+        "B1 T16384 N16 H128 bfloat16 causal window 1024 64 global tokens",
     ]
-    options = types.SimpleNamespace(
-        dtype="bfloat16", quick=True, cases="suite", passes=["forward", "backward", "jvp"]
-    )
-    quick = cases.suite(options)
-    assert [case for case in quick if case.T > 1] == suite[:16]
-    passes = {case: cases.telling(case, options) for case in quick}
-    assert [case.B for case, names in passes.items() if names == ["forward"]] == [64, 1, 8]
-    assert sum("jvp" in names for names in passes.values()) == 2
+
+
+def test_quick_is_the_first_of_the_suite_with_three_that_decode_and_two_in_forward_mode():
+    passes = ["forward", "backward", "jvp"]
+    args = types.SimpleNamespace(dtype="bfloat16", cases="suite", passes=passes, quick=False)
+    whole, args.quick = cases.suite(args), True
+    quick = cases.suite(args)
+    told = {case: cases.telling(case, args) for case in quick}
+    assert [case for case in quick if case.T > 1] == whole[:16]
+    assert [case.B for case, names in told.items() if names == ["forward"]] == [64, 1, 8]
+    assert sum("jvp" in names for names in told.values()) == 2
 
 
 # ---- peers ----
@@ -144,22 +142,6 @@ def test_a_contender_without_a_kernel_or_a_field_says_so(name, reason):
     assert peers.contender(name).why_not(SMALL) == reason
 
 
-def test_jaxs_paged_attention_gets_the_same_caches_in_pages_or_says_why_not(monkeypatch):
-    kernels = pytest.importorskip(
-        "jax.experimental.pallas.ops.gpu.paged_attention", reason="this jax no longer has it"
-    )
-    interpreted = functools.partial(kernels.paged_attention, interpret=True)
-    monkeypatch.setattr(kernels, "paged_attention", interpreted)
-    one, case = peers.contender("paged_attention"), Case(2, 1, 512, 4, 2, 16, "float32", False)
-    q, k, v, _ = case.inputs()
-    o = one.attend(case, q, k, v, **one.operands(case, k, v))
-    np.testing.assert_allclose(o, peers.contender("jax.nn/xla").attend(case, q, k, v), atol=1e-5)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert one.why_not(case) is None and "one new token" in one.why_not(case._replace(T=2))
-    for S in (576, 300):
-        assert f"got S = {S}" in one.why_not(case._replace(S=S))
-
-
 # ---- clocks ----
 
 
@@ -209,7 +191,7 @@ NAME = "event_metadata {{ key: {0} value {{ id: {0} name: {1!r} }} }}"
 
 
 def plane(plane: str, line: str, events: list[tuple[str, float, float]]) -> str:
-    """Of a trace: events are a name, start and stop in ms."""
+    """A plane of a trace; events are a name, start and stop in ms."""
     names = list(dict.fromkeys(name for name, *_ in events))
     ps = lambda ms: round(ms * 1e9)
     lines = [EVENT.format(1 + names.index(n), ps(a), ps(b - a)) for n, a, b in events]
@@ -218,7 +200,7 @@ def plane(plane: str, line: str, events: list[tuple[str, float, float]]) -> str:
 
 
 def test_the_time_of_a_call_is_that_of_its_kernels_by_name(tmp_path, monkeypatch):
-    """Of a trace as a GPU's: turns of a, which calls twice, and of b."""
+    """The trace is as a GPU's: turns of a, which calls twice, and of b."""
     turns = [clock.Turn("a", 2, 1.0), clock.Turn("b", 1, 1.0), clock.Turn("a", 2, 1.0)]
     spans = [(f"turn {n}", 20 * n + 2, 20 * n + 20) for n in range(3)]
     # two of the first turn overlap; the second's seems to begin just before its turn, as the two

@@ -25,7 +25,7 @@ from selection import whole_but
 
 from pallas_flash import explain, flash_attention, paged_attention
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import ampere
+from pallas_flash.kernels import mma
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
@@ -256,7 +256,7 @@ def test_on_ampere_a_wait_that_lets_one_copy_more_run_is_a_race(rng, monkeypatch
 def test_at_least_48_kb_of_loads_are_in_flight_and_shared_memory_holds_them(gpu, head):
     q, k = (jax.ShapeDtypeStruct((1, *n, head), jnp.bfloat16) for n in ((1, 8), (8192, 1)))
     with as_if_on(GPUS[gpu]):
-        tiles = ampere.tiles(explain(q, k, k, implementation="blockwise").problem).decode
+        tiles = mma.tiles(explain(q, k, k, implementation="blockwise").problem).decode
     block = tiles.block_k * 2 * (tiles.width + tiles.value_width)
     assert (tiles.stages - 1) * block >= 48 << 10
     assert tiles.stages * block + 2 * 64 * tiles.width < GPUS[gpu].shared_memory - 1024

@@ -100,3 +100,13 @@ def test_gradients_are_right_with_the_custom_jvp_and_the_checkpoint_that_jax_pre
         [sys.executable, "-c", COMING], cwd=ROOT, capture_output=True, text=True, env=coming
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_jax_without_places_for_source_lines_and_hidden_frames_is_left_as_it_is(monkeypatch):
+    def find(module, name):
+        raise ImportError(module)
+
+    monkeypatch.setattr(jax_internals, "find", find)
+    jax_internals.hide_frames("a folder")
+    with jax_internals.traced_lines():
+        assert jax.make_jaxpr(lambda x: x + 1)(1.0).eqns

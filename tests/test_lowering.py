@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +84,7 @@ CASES = {
 }
 
 
-def lower(gpu, z, kw, dtype, implementation="triton"):
+def lower(gpu, z, kw, dtype, implementation="triton", debug_info=False):
     """The StableHLO of forward and backward for a GPU that is not there."""
     platform = (
         dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
@@ -109,7 +110,8 @@ def lower(gpu, z, kw, dtype, implementation="triton"):
 
     with jax.sharding.use_abstract_mesh(mesh):
         args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        return jax.jit(gradients).trace(*args, arrays).lower(lowering_platforms=("cuda",)).as_text()
+        lowered = jax.jit(gradients).trace(*args, arrays).lower(lowering_platforms=("cuda",))
+    return lowered.as_text(debug_info=debug_info)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -161,6 +163,26 @@ def test_the_earlier_algorithms_lower_for_a_gpu(implementation, dtype, name):
     text = lower("sm_80", z, kw, dtype, implementation)
     missing = set(CLASSIC[implementation]) - set(re.findall(r"\w+_attention_\w+", text))
     assert not missing, f"{missing} are missing"
+
+
+BACKWARD = {
+    "triton": ("flash_attention_dkv", "triton/backward.py"),
+    "flash1": ("flash1_attention_backward", "classic/flash1.py"),
+    "hopper": ("flash_attention_dk_dv", "hopper/dkv_consumer.py"),
+}
+
+
+@pytest.mark.parametrize("implementation", BACKWARD)
+def test_a_profile_says_which_call_a_backward_kernel_belongs_to_and_which_lines_it_runs(
+    implementation,
+):
+    if implementation == "hopper" and gpu_interpreter.MISSING:
+        pytest.skip(str(gpu_interpreter.MISSING))
+    kernel, file = BACKWARD[implementation]
+    text = lower("sm_90", Z, dict(is_causal=True), "bfloat16", implementation, debug_info=True)
+    assert re.search(rf'"flash_attention causal T=300 S=333 H=64/[^"]*{kernel}/', text)
+    code = re.sub(r"(?m)^#loc.*", "", text)
+    assert file in code and "equation.py" not in code
 
 
 def test_a_user_meets_no_deprecation_warning():

@@ -12,7 +12,7 @@ from cases import KINDS, MASKS, Sizes, arguments, qkv
 
 from pallas_flash import checks, masks
 from pallas_flash.attention import normalised
-from pallas_flash.masks import block_types
+from pallas_flash.masks import block_types, sequences
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import schedule
 
@@ -167,7 +167,7 @@ def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
 def bucket_mates(bits: int) -> np.ndarray:
     """Two ids of one bucket."""
     ids = jnp.arange(1 << bits, 3 << bits, dtype=jnp.int32)
-    other = int(ids[np.asarray(masks._bucket(ids, bits)) == 7][0])
+    other = int(ids[np.asarray(sequences._bucket(ids, bits)) == 7][0])
     return np.array([7, other], np.int32)
 
 
@@ -193,7 +193,7 @@ IDS = {  # of keys, and of queries if they are others
 @pytest.mark.parametrize("name", IDS)
 def test_a_query_sees_from_the_first_to_the_last_key_with_its_id(name):
     keys, queries = (np.array(x, np.int32) for x in (IDS[name][0], IDS[name][-1]))
-    start, stop, contiguous = map(np.asarray, masks._runs_of_row(queries, jnp.asarray(keys)))
+    start, stop, contiguous = map(np.asarray, sequences._runs_of_row(queries, jnp.asarray(keys)))
     for n, query in enumerate(queries):
         found = np.flatnonzero(keys == query)
         expected = (found[0], found[-1] + 1) if found.size else (0, 0)
@@ -202,13 +202,13 @@ def test_a_query_sees_from_the_first_to_the_last_key_with_its_id(name):
 
 
 def test_ids_that_share_a_bucket_share_a_range_that_needs_a_mask():
-    first, second = bucket_mates(masks.MIN_BUCKET_BITS)
+    first, second = bucket_mates(sequences.MIN_BUCKET_BITS)
     keys = jnp.repeat(jnp.array([1, first, second, 2], jnp.int32), 10)
-    start, stop, contiguous = masks._runs_of_row(keys, keys)
+    start, stop, contiguous = sequences._runs_of_row(keys, keys)
     assert start.tolist() == [0] * 10 + [10] * 20 + [30] * 10
     assert stop.tolist() == [10] * 10 + [30] * 20 + [40] * 10
     assert contiguous.tolist() == [True] * 10 + [False] * 20 + [True] * 10
-    alone = masks._runs_of_row(jnp.array([second], jnp.int32), keys[:20])
+    alone = sequences._runs_of_row(jnp.array([second], jnp.int32), keys[:20])
     assert not alone[2].any()  # the range is another id's
 
 
@@ -230,6 +230,9 @@ def test_each_kind_of_mask_shows_what_its_formula_says_also_within_and_or_not(na
     at = np.indices((2, 2, 40, 40))
     expected, third = formula(*at), (at[2] - at[3]) % 3 == 0
     np.testing.assert_array_equal(shown(mask), expected)
+    drawn = np.array([line.split() for line in masks.draw(mask, 40, 40, heads=2).splitlines()])
+    first, last = drawn[:, :40] == "1", drawn[:, -40:] == "1"
+    np.testing.assert_array_equal((first, last), (expected[0, 0], expected[-1, -1]))
     np.testing.assert_array_equal(shown(~mask), ~expected)
     np.testing.assert_array_equal(shown(mask | masks.Dilated(3)), expected | third)
     np.testing.assert_array_equal(shown(mask & masks.Dilated(3)), expected & third)

@@ -216,3 +216,34 @@ def test_migrating_translates_every_name_that_the_errors_know():
     }
     known -= {*inspect.signature(FlashAttention.__call__).parameters}
     assert known - {name for line in theirs() for name in re.findall(r"\w+", line)} == set()
+
+
+PACKAGE = str(pathlib.Path(pallas_flash.__file__).parent)
+
+
+def attend(q, k):
+    return flash_attention(q, k, x)
+
+
+@pytest.fixture
+def filtered_tracebacks():
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "auto")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
+# a wrong argument, eager and under jit; and a rule of JAX that has no place for the call
+@pytest.mark.parametrize(
+    "call, last",
+    [
+        (lambda: attend(x, x[..., :3]), "attend"),
+        (lambda: jax.jit(attend)(x, x[..., :3]), "attend"),
+        (lambda: jax.linear_transpose(lambda k: attend(x, k), x)(x), "<lambda>"),
+    ],
+)
+def test_a_traceback_ends_at_the_users_line(call, last, filtered_tracebacks):
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        call()
+    assert error.traceback[-1].name == last
+    assert not any(str(entry.path).startswith(PACKAGE) for entry in error.traceback)

@@ -27,6 +27,7 @@ from pallas_flash import explain, flash_attention, paged_attention, paged_cache
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.kernels import mma
+from pallas_flash.kernels.mma import tuning
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise, quantised, split_kv
 from scripts.bench.gpu_code import as_if_on
@@ -117,7 +118,7 @@ def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_th
             shapes = tuple((9, page, 2, n) for n in (head, value))
             if mma.why_no_pages(problem, Pages(shapes, stored, False)):
                 continue
-            t = mma.decode_tiles(problem, page, stored)
+            t = tuning.decode_tiles(problem, page, stored)
         size, taken = 1 if stored else 2, taken + 1
         for width in (t.width, t.value_width):
             tiles = width * size / t.swizzle_in_slots  # side by side

@@ -11,7 +11,7 @@ from decoding import ints
 
 from pallas_flash import explain_paged, paged_attention
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels.mma import tuning as mma
+from pallas_flash.kernels.mma import tile_sizes
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -222,8 +222,8 @@ def test_by_mma_the_head_sizes_that_pages_need_are_those_of_the_docstring(
         if not has_tma:
             small = {8: 64, 16: 32}.get(page, 1) * (2 if stored else 1)
             step = max(step, small, 64 if stored and HV > 128 else 1)
-        problem = types.SimpleNamespace(head_size=H, value_size=HV)
-        assert mma.page_columns(problem, page, stored) == step
+        problem = types.SimpleNamespace(head_size=H, value_size=HV, dtype="bfloat16")
+        assert tile_sizes.page_columns(problem, page, stored) == step
 
 
 def shapes(T=1, page=64, **more):

@@ -1,5 +1,5 @@
 """The code of README.md and of the pages in docs/ runs as it stands, their links lead somewhere,
-and what the tree cites of scripts/results.md is there."""
+and what the tree cites of scripts/results.md and of notes beside kernels is there."""
 
 import doctest
 import importlib
@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import traceback
 
 import jax
 import pytest
@@ -15,9 +16,9 @@ from pictures import assert_same
 from selection import whole_but
 
 import pallas_flash.flax
-from pallas_flash import __main__, accounting, explain, masks, scores
+from pallas_flash import __main__, accounting, explain, flash_attention, masks, scores
 from scripts import draw_speed
-from scripts.bench import results
+from scripts.bench import gpu_code, results
 from setup import for_an_index
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -25,12 +26,18 @@ PACKAGE = ROOT / "pallas_flash"
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 HEAVY = ("decoding.md", "derivatives.md", "devices.md", "flax.md", "masks.md")
+RESULTS = ROOT / "scripts" / "results.md"
+NOTES = {path.parent.name: path for path in PACKAGE.glob("kernels/*/NOTES.md")}
+MEASURED = [str(path.relative_to(ROOT)) for path in (RESULTS, *NOTES.values())]
 # tests/test_other_models.py and tests/test_recipes.py run these
 ELSEWHERE = "docs/other_models.md", "docs/recipes.md"
 WITH_CODE = [
     name for name in PAGES if name not in ELSEWHERE and "```python\n" in (ROOT / name).read_text()
 ]
 LIGHT = [name for name in WITH_CODE if name.split("/")[-1] not in HEAVY]
+MOSAIC = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
+)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -63,8 +70,12 @@ def test_the_conftests_for_other_packages_tests_put_ours_in_place():
     assert run.returncode == 0, run.stderr
 
 
-def test_readme_has_at_most_1300_words():
-    assert len(README.split()) <= 1300
+@pytest.mark.parametrize(
+    "name, most",
+    {"README.md": 1300, "scripts/results.md": 4000, **dict.fromkeys(MEASURED[1:], 2500)}.items(),
+)
+def test_a_page_stays_short(name, most):
+    assert len((ROOT / name).read_text().split()) <= most
 
 
 def table_of(page: str, first: str) -> list[list[str]]:
@@ -142,10 +153,13 @@ def anchors(path: pathlib.Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", path.read_text(), re.M)}
 
 
-@pytest.mark.parametrize("name", [*PAGES, "scripts/results.md"])
+BESIDE_CODE = [*MEASURED, "pallas_flash/DESIGN.md", "pallas_flash/FEATURES.md"]
+
+
+@pytest.mark.parametrize("name", [*PAGES, *BESIDE_CODE])
 def test_a_link_leads_to_a_file_and_a_heading(name):
     page = ROOT / name
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
     for *_, target in LINK.findall(text):
         if target.startswith("http"):
             continue
@@ -166,6 +180,38 @@ def test_the_layout_names_what_is_there():
     assert folders | families <= {*named}
 
 
+@pytest.mark.parametrize(
+    "implementation",
+    ["blockwise", pytest.param("hopper", marks=MOSAIC)],
+)
+def test_a_call_goes_the_way_that_contributing_shows(implementation):
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    *shown, forward, launch = re.findall(r"^\| \d+ \| `([\w/]+\.py)` (\w+) \|", page, re.M)
+    where = launch if implementation == "hopper" else ("tiled/blockwise/__init__.py", "forward")
+    stacks = []
+
+    def when_called(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file == str(PACKAGE / where[0]) and frame.f_code.co_name == where[1]:
+            stacks.append(traceback.extract_stack(frame))
+
+    q = jax.ShapeDtypeStruct((1, 248, 1, 64), "bfloat16")
+    attend = lambda q: flash_attention(q, q, q, is_causal=True, implementation=implementation)
+    before = sys.getprofile()
+    with gpu_code.as_if_on(accounting.GPUS["H200"]):
+        sys.setprofile(when_called)
+        try:
+            jax.jit(attend).lower(q) if implementation == "blockwise" else jax.eval_shape(attend, q)
+        finally:
+            sys.setprofile(before)
+    ours = [frame for frame in stacks[0] if frame.filename.startswith(str(PACKAGE))]
+    way = [(str(pathlib.Path(x.filename).relative_to(PACKAGE)), x.name) for x in ours]
+    if implementation == "hopper":
+        assert way == [*shown, forward, launch]
+    else:
+        assert len(way) <= 12 and way[-3:] == [*shown[-3:-1], where]
+
+
 def test_the_reference_has_every_public_name():
     shown = re.findall(r"^::: pallas_flash\.([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.M)
     public = [
@@ -181,17 +227,16 @@ def test_the_reference_has_every_public_name():
     assert {name for name in public if "._" not in name} <= {*shown}
 
 
-# whose docstrings have an example
+API = (ROOT / "docs/api.md").read_text()
+# whose docstrings have an example; those of masks draw them
 EXAMPLES = [
+    *re.findall(r"^::: (pallas_flash\.masks\.\w+)$", API, re.M),
     "pallas_flash.flash_attention",
     "pallas_flash.flash_attention_jvp",
     "pallas_flash.attention_weights",
     "pallas_flash.merge_attention",
     "pallas_flash.dropout_mask",
     "pallas_flash.explain",
-    "pallas_flash.masks.MaskMod",
-    "pallas_flash.masks.Varlen",
-    "pallas_flash.masks.create_block_mask",
     "pallas_flash.scores.Alibi",
     "pallas_flash.paged_attention",
     "pallas_flash.paged_cache",
@@ -246,7 +291,7 @@ def test_the_options_of_commands_exist():
     option = re.compile(r'"--([a-z][a-z-]*)"|"([a-z][a-z-]*)": \(')
     found = (option.findall(path.read_text()) for path in sources)
     known = {f"--{name or row}" for of_file in found for name, row in of_file}
-    for name in [*PAGES, "scripts/results.md"]:
+    for name in [*PAGES, *MEASURED]:
         commands = re.findall(
             r"(?:scripts/\w+\.py|-m pallas_flash)[^`\n|]*", (ROOT / name).read_text()
         )
@@ -254,17 +299,18 @@ def test_the_options_of_commands_exist():
         assert options <= known, f"{name}: {options - known}"
 
 
-def test_what_code_cites_of_results_is_a_heading_there():
-    results = ROOT / "scripts" / "results.md"
+def test_what_code_cites_of_results_and_notes_is_a_heading_there():
+    """As results.md#cpu, hopper/NOTES.md#executed, or NOTES.md#executed beside it."""
     cited = [
-        (path.name, heading)
-        for folder in ("pallas_flash", "scripts", "models", "tests")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in (".py", ".md") and path != results and path.name != "test_readme.py"
-        for heading in re.findall(r"results\.md(?:#|, )([\w-]+)", path.read_text())
+        (path.name, NOTES[family or path.parent.name] if page == "NOTES" else RESULTS, heading)
+        for folder in ("pallas_flash", "scripts", "models")
+        for path in (ROOT / folder).rglob("*.py")
+        for family, page, heading in re.findall(
+            r"(?:(\w+)/)?(results|NOTES)\.md#([\w-]+)", path.read_text()
+        )
     ]
     assert cited, "nothing is cited"
-    assert [each for each in cited if each[1] not in anchors(results)] == []
+    assert [each for each in cited if each[2] not in anchors(each[1])] == []
 
 
 @pytest.mark.parametrize("repository", [None, "https://example.org/flash"])

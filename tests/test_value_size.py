@@ -27,7 +27,7 @@ from pallas_flash import (
     paged_cache,
 )
 from pallas_flash.accounting import GPUS
-from pallas_flash.choose.selfcheck import comparison
+from pallas_flash.choose.selfcheck import small_problems
 from pallas_flash.jax_support import hardware
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
@@ -268,7 +268,7 @@ def test_where_shared_memory_does_not_hold_the_queries_the_reason_says_so(rng, o
     with on("ampere"):
         assert explain(**call, implementation="ampere").tiles.decode.warpgroups == 2
         hardware.shared_memory = lambda: 99 << 10
-        reason = "decoding needs 125 KB of shared memory, and this GPU has 99"
+        reason = "decoding needs 124 KB of shared memory, and this GPU has 99"
         assert reason in explain(**call).why_not["ampere"]
 
 
@@ -299,7 +299,7 @@ def test_a_key_head_has_two_tiles_of_rows_where_no_other_kernel_knows_its_size(h
 def test_the_self_check_is_of_a_call_without_values():
     q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 4, 24), (300, 1, 24)))
     problem = explain(q, k, None, value_size=16).problem
-    (sizes,) = comparison.trials(problem)
-    small, operands, _ = comparison.trial(problem, sizes)
+    (sizes,) = small_problems.all_sizes(problem)
+    small, operands, _ = small_problems.make(problem, sizes)
     assert small.values_are_keys and operands.value is None
     assert (small.head_size, small.value_size) == (32, 16)

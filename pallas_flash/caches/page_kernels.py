@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.choose.selfcheck import comparison
+from pallas_flash.choose.selfcheck import comparison, small_problems
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.backend import Backend, Choice
 from pallas_flash.problem.page_layout import Pages, PageTable
@@ -25,7 +25,7 @@ def attend(problem: Problem, pages: Pages, backend: Backend, x: Operands, number
 
 def entry_point(pages: Pages) -> comparison.EntryPoint:
     """How the self-check calls kernels that read such pages."""
-    keys = -(-comparison.SIZES["keys"] // pages.page) * pages.page
+    keys = -(-small_problems.SIZES["keys"] // pages.page) * pages.page
     name = " ".join(filter(None, (f"pages of {pages.page}", pages.stored, pages.alone)))
     results, widen = (functools.partial(f, pages) for f in (_results, _widen))
     return comparison.EntryPoint(name, results, widen=widen, sizes=dict(keys=keys))

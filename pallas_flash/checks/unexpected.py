@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from pallas_flash.checks import tracebacks
+
 F = TypeVar("F", bound=Callable)
 Hints = dict[str, str | tuple[str, ...]]
 
@@ -190,13 +192,18 @@ def _refused(hints: Hints | None, f: F) -> F:
 
     @functools.wraps(f)
     def checked(*args, **kwargs):
-        if not kwargs.keys() <= known.keys():
-            refuse(function, kwargs, known, hints)
-        if len(args) > len(places):
-            raise TypeError(
-                f"{function}() takes {', '.join(places[is_method:])}; got {len(args) - is_method} "
-                f"arguments without a name. Pass the others by name: {', '.join(named)}."
-            )
-        return f(*args, **kwargs)
+        try:
+            if not kwargs.keys() <= known.keys():
+                refuse(function, kwargs, known, hints)
+            if len(args) > len(places):
+                raise TypeError(
+                    f"{function}() takes {', '.join(places[is_method:])}; got "
+                    f"{len(args) - is_method} arguments without a name. Pass the others by name: "
+                    f"{', '.join(named)}."
+                )
+            return f(*args, **kwargs)
+        except Exception as error:
+            tracebacks.hide_frames(error)
+            raise
 
     return checked  # type: ignore[return-value]

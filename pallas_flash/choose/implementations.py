@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import joined, mma, triton
+from pallas_flash.kernels import joined, mma, pallas_call, triton
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.backend import Backend, PagedKernel, no_empty_axis
 from pallas_flash.tiled import reference
@@ -64,7 +64,7 @@ def _why_no_import(*modules: str) -> str | None:
 
 
 _triton_why_no_import = functools.partial(
-    _why_no_import, "triton.forward", "triton.backward", "triton.tangent"
+    _why_no_import, "pallas_call.by_triton", "triton.forward", "triton.backward", "triton.tangent"
 )
 _SCORES = "mma.score_gradients"
 
@@ -80,7 +80,7 @@ def _mosaic_backward(module: str) -> Callable:
         gradients = _kernel(module, "backward")(problem, tiles, operands, *rows)
         if not _has_score_gradients(problem):
             return gradients
-        if (score_tiles := mma.score_tiles(problem)) is None:
+        if (score_tiles := _kernel("mma.tuning", "score_tiles")(problem)) is None:
             by_blockwise = blockwise_backward(problem.log_base, problem, operands, *rows)
             bias, captured = by_blockwise.bias, by_blockwise.captured
         else:
@@ -143,38 +143,37 @@ REFERENCE = Backend(
 )
 
 
-def _mosaic_family(
-    name: str, why_not_by_default: Callable[[Problem], str | None], tangent: str = "mma.tangent"
-) -> Backend:
-    """The row of Mosaic kernels for GPUs of one generation: a folder of that name in `kernels`."""
-    why_not, modules = _kernel(name, "why_not"), (f"{name}.forward", f"{name}.backward")
+def _mosaic_family(name: str, folder: str, why_not_by_default: Callable) -> Backend:
+    """The row of the Mosaic kernels in a folder of `kernels`."""
+    why_not = _kernel(folder, "why_not")
+    modules = [f"{folder}.{module}" for module in ("forward", "backward", "tangent")]
     return Backend(
         name,
-        lambda p: joined(why_not(p), _no_tiles(p)) or _why_no_import(*modules, tangent, _SCORES),
+        lambda p: joined(why_not(p), _no_tiles(p)) or _why_no_import(*modules, _SCORES),
         lambda p: _no_gpu() or why_not_by_default(p),
-        _kernel(name, "tiles"),
+        _kernel(folder, "tiles"),
         _kernel(modules[0], "forward"),
         _mosaic_backward(modules[1]),
-        tangent=_tangent(tangent),
+        tangent=_tangent(modules[2]),
         own_kernels=True,
         is_interpretable=False,
         paged=PagedKernel(
             mma.why_no_pages,
-            lambda p, pages: mma.decode_tiles(p, pages.page, pages.stored),
+            lambda p, pages: _kernel("mma.tuning", "decode_tiles")(p, pages.page, pages.stored),
             _kernel("mma.decode", "forward"),
         ),
         keeps_base_2=True,
-        copies=_kernel(name, "copies"),
+        copies=_kernel(folder, "copies"),
         has_backward=lambda tiles: tiles.has_backward,
     )
 
 
 BACKENDS = (
-    _mosaic_family("hopper", _few_queries, tangent="hopper.tangent")._replace(
+    _mosaic_family("hopper", "hopper", _few_queries)._replace(
         of_same_kernels=_kernel("hopper", "tiles_like"),
         sums_delta=lambda tiles: tiles.dq is not None and tiles.dq.sums_delta,
     ),
-    _mosaic_family("ampere", _on_hopper)._replace(remark=_kernel("ampere", "remark")),
+    _mosaic_family("ampere", "mma", _on_hopper)._replace(remark=_kernel("mma", "remark")),
     Backend(
         "triton",
         lambda p: _no_tiles(p) or triton.why_not(p) or _triton_why_no_import(),
@@ -197,12 +196,16 @@ BACKENDS = (
         Backend(
             name,
             lambda p, m=module: (
-                _no_tiles(p) or triton.why_not(p) or _why_no_import(m) or _kernel(m, "why_not")(p)
+                _no_tiles(p)
+                or pallas_call.why_not(p)
+                or _why_no_import(m)
+                or _kernel(m, "why_not")(p)
             ),
             lambda p: EARLIER,
             *(_kernel(module, function) for function in ("tiles", "forward", "backward")),
             own_kernels=True,
             keeps_base_2=True,
+            remark=pallas_call.remark,
         )
         for name, module in (("flash1", "classic.flash1"), ("standard", "classic.standard"))
     ),

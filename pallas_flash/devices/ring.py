@@ -31,7 +31,7 @@ class Loop(NamedTuple):
 
     axis: tuple[str, ...]
     devices: int
-    chunks: int  # of a device: two are one from the front of the sequence and one from its back
+    chunks: int  # of a device: one, or one from the front of the sequence and one from its back
     first: int
     steps: int
     wraps: bool  # whether the last device sends to the first
@@ -63,11 +63,11 @@ class Loop(NamedTuple):
         return cls(axis, devices, chunks, highest, highest - lowest + 1, highest > 0)
 
     def chunk_indices(self, device):
-        """Where in the sequence a device's chunks are, [C]."""
+        """The indices of a device's chunks in the sequence, [C]."""
         return jnp.stack([jnp.asarray(device), 2 * self.devices - 1 - device][: self.chunks])
 
     def device_at(self, t):
-        """Whose keys this device has at step t."""
+        """The device whose keys this one has at step t."""
         device = lax.axis_index(self.axis) + self.first - t
         return device % self.devices if self.wraps else device
 
@@ -75,7 +75,8 @@ class Loop(NamedTuple):
         return (device >= 0) & (device < self.devices)
 
     def send(self, x, by: int, wraps: bool = True):
-        """x of the device `by` places before this one; without `wraps` 0 where there is none."""
+        """Sends x to the device `by` places further, and returns what arrives: without `wraps` 0
+        where no device sends."""
         to = [
             (i, (i + by) % self.devices)
             for i in range(self.devices)
@@ -84,7 +85,7 @@ class Loop(NamedTuple):
         return jax.tree.map(lambda a: lax.ppermute(a, self.axis, to), x) if by else x
 
     def run(self, step: Callable, keys, carry):
-        """carry = step(t, keys, carry) for all t, while the next keys are sent."""
+        """carry = step(t, keys, carry) for all t, while the next keys are on their way."""
         if self.steps == 0:
             return carry
         both = lambda t, state: (self.send(state[0], 1, self.wraps), step(t, *state))
@@ -93,26 +94,26 @@ class Loop(NamedTuple):
         )
         return step(self.steps - 1, keys, carry)
 
-    def run_round_trip(self, step: Callable, keys, carry, found):
-        """carry, found = step(t, keys, carry, found) for all t, where found goes around with the
-        keys and ends on the device that they come from. Both are sent during the next step. The
-        last step sends keys that nobody needs: without it, it would not be part of the loop."""
+    def run_round_trip(self, step: Callable, keys, carry, dkv):
+        """carry, dkv = step(t, keys, carry, dkv) for all t, where dkv goes around with the keys and
+        ends on the device that they come from. Both are sent during the next step. The last step,
+        too, sends keys, which nobody needs: else it could not be part of the loop."""
         if self.steps == 0:
-            return carry, found
+            return carry, dkv
         send_on = lambda keys: self.send(keys, 1, self.wraps)
         both = lambda t, state: (
             send_on(state[0]),
             *step(t, state[0], state[1], self.send(state[2], 1)),
         )
         keys = self.send(keys, -self.first, self.wraps)
-        start = send_on(keys), *step(0, keys, carry, found)
-        _, carry, found = schedule.loop(1, self.steps, both, start)
-        return carry, self.send(found, self.first - self.steps + 1)
+        start = send_on(keys), *step(0, keys, carry, dkv)
+        _, carry, dkv = schedule.loop(1, self.steps, both, start)
+        return carry, self.send(dkv, self.first - self.steps + 1)
 
 
 class Slice(NamedTuple):
-    """Of arrays [B * C, .., shared * slices * n, ..] one of the C chunks, and one slice of the
-    heads, or of the heads that share each key head: [B, .., shared * n, ..]."""
+    """A slice of arrays [B * C, .., shared * slices * n, ..]: one of the C chunks, and one slice of
+    the heads, or of the heads that share each key head: [B, .., shared * n, ..]."""
 
     chunks: int = 1
     chunk: Any = 0
@@ -121,7 +122,7 @@ class Slice(NamedTuple):
     index: Any = 0
 
     def take(self, y, axis: int = 0):
-        """The slice of y, which has its heads on `axis`; 0: it has none."""
+        """The slice of y, whose heads are on `axis`; 0: y has none."""
         if y is None or self._is_all(axis):
             return y
         shape, starts, sizes = self._bounds(y.shape, axis)
@@ -130,7 +131,7 @@ class Slice(NamedTuple):
         return new.reshape(y.shape[0] // self.chunks, *heads, *y.shape[axis + 1 :])
 
     def put(self, y, new, axis: int = 0):
-        """y with another slice."""
+        """y with `new` in place of the slice."""
         if self._is_all(axis):
             return new
         shape, starts, sizes = self._bounds(y.shape, axis)
@@ -157,14 +158,14 @@ class Slice(NamedTuple):
         )
 
 
-# queries of all batch rows and heads of a pair that fill all SMs of a GPU
+# a pair with so many queries, over batch rows and heads, fills all SMs of a GPU
 ROWS = 2**14
 
 
 def head_slices(problem: Problem, chunks: int) -> tuple[int, int]:
-    """In how many slices the key heads go around, and the query heads of each meet them: as many as
-    leave `ROWS` to a pair. All go together where a bias or mask array, a mask_mod or a score_mod
-    may differ between heads."""
+    """The number of slices of the key heads, which go around one by one, and of the query heads
+    that share one: as many as leave `ROWS` to a pair. It is 1 and 1 where a bias or mask array, a
+    mask_mod or a score_mod may differ between heads."""
     p = problem
     if any(x is not None for x in (p.bias, p.mask, p.resolved_mask.mask_mod, p.score)):
         return 1, 1
@@ -175,7 +176,7 @@ def head_slices(problem: Problem, chunks: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class RingPass(Pass):
-    """A pass of all pairs of the loop, by the backend's pass of each pair."""
+    """A pass over all pairs of the loop, by the backend's pass for a pair."""
 
     loop: Loop
 
@@ -188,7 +189,7 @@ class RingPass(Pass):
             trip = RoundTrip(self, groups, heads, problem, tiles, x)
             return trip.forward() if is_forward else trip.backward(*rest)
 
-        def some_heads(n, outputs):
+        def run_slice(n, outputs):
             heads = Slice(slices=slices, index=n)
             return jax.tree.map(heads.put, outputs, run(heads, x, *rest), axes)
 
@@ -196,11 +197,11 @@ class RingPass(Pass):
             return run(Slice(), x, *rest)
         outputs = jax.eval_shape(functools.partial(run, Slice()), x, *rest)
         zeros = jax.tree.map(lambda y: _zeros(x.query, y.shape, y.dtype), outputs)
-        return schedule.loop(0, slices, some_heads, zeros)
+        return schedule.loop(0, slices, run_slice, zeros)
 
 
 def take_heads(x: Operands, heads: Slice) -> Operands:
-    """The operands of some key heads."""
+    """The operands of a slice of the heads."""
     return x._replace(
         query=heads.take(x.query, 2),
         key=heads.take(x.key, 2),
@@ -211,13 +212,13 @@ def take_heads(x: Operands, heads: Slice) -> Operands:
 
 
 def pair_problem(loop: Loop, problem: Problem, x: Operands) -> Problem:
-    """The problem of a pair."""
+    """The problem of one pair."""
 
     def pair(x):
         slices, groups = head_slices(problem, loop.chunks)
-        some = take_heads(x, Slice(slices=slices))
+        x = take_heads(x, Slice(slices=slices))
         rows = Slice(loop.chunks, 0, problem.kv_heads // slices, groups)
-        return pair_operands(loop, problem, some, (some.key, some.value), 0, rows, 0)
+        return pair_operands(loop, problem, x, (x.key, x.value), 0, rows, 0)
 
     return problem.of_part(jax.eval_shape(pair, x))
 
@@ -268,18 +269,18 @@ def _tile_bounds(loop: Loop, problem: Problem, y, device, a, b):
 
 
 def _int32(starts) -> list[jax.Array]:
-    """Where a slice begins, in one dtype: with jax_enable_x64 the numbers of Python and of loops
-    have two."""
+    """The start of a slice in one dtype: with jax_enable_x64, numbers of Python and of loops have
+    two."""
     return [jnp.asarray(start, jnp.int32) for start in starts]
 
 
 def _zeros(like, shape, dtype):
-    """Zeros that vary over the same devices."""
+    """Zeros that vary over the same devices as `like`."""
     return jnp.zeros_like(like, shape=shape, dtype=dtype)
 
 
 def _head_axes(problem: Problem):
-    """The axes of the heads in what a forward gives."""
+    """The axes of the heads in the outputs of a forward."""
     return 2, SoftmaxState(1, 1, 1 if problem.max_logits else None)
 
 
@@ -287,17 +288,17 @@ class RoundTrip(NamedTuple):
     """A slice of the heads on its way around the ring."""
 
     pass_: RingPass
-    groups: int  # slices of the query heads that share a key head, which attend one by one
+    groups: int  # slices of the query heads that share a key head; they attend one by one
     heads: Slice
     problem: Problem  # of all chunks and heads
     tiles: Any
     x: Operands  # of all heads
 
     def forward(self):
-        p, pass_, some = self.problem, self.pass_, take_heads(self.x, self.heads)
-        B, T, N, _ = some.query.shape
-        wide = sums(some.query.dtype)
-        sinks = None if some.sinks is None else some.sinks[None, :, None]
+        p, pass_, x = self.problem, self.pass_, take_heads(self.x, self.heads)
+        B, T, N, _ = x.query.shape
+        wide = sums(x.query.dtype)
+        sinks = None if x.sinks is None else x.sinks[None, :, None]
         log_base = pass_.backend.log_base(p)
         start = online_softmax.start(self.zeros((B, N, T), wide), log_base, sinks, p.max_logits)
         axes = _head_axes(p)
@@ -312,17 +313,17 @@ class RoundTrip(NamedTuple):
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)
         start = self.zeros((B, T, N, p.value_size), wide), start
-        o, stats = pass_.loop.run(attend, (some.key, some.value), start)
-        return o.astype(some.query.dtype), stats
+        o, stats = pass_.loop.run(attend, (x.key, x.value), start)
+        return o.astype(x.query.dtype), stats
 
     def backward(self, lse, do, delta) -> Gradients:
-        loop, wide, some = self.pass_.loop, delta.dtype, take_heads(self.x, self.heads)
-        if self.pass_.backend.takes_row_scale:  # a pair has some of the keys
+        loop, wide, x = self.pass_.loop, delta.dtype, take_heads(self.x, self.heads)
+        if self.pass_.backend.takes_row_scale:  # a pair has a part of the keys
             lse = lse._replace(dlse=None)
         zeros = lambda y: None if y is None else self.zeros(y.shape, wide)
 
-        def plus(y, some: Slice, new, axis=0):
-            return some.put(y, some.take(y, axis) + new.astype(wide), axis)
+        def plus(y, at: Slice, new, axis=0):
+            return at.put(y, at.take(y, axis) + new.astype(wide), axis)
 
         def step(t, keys, carry, dkv):
             def add(rows, b, p, pair, carry):
@@ -339,22 +340,19 @@ class RoundTrip(NamedTuple):
                 captured = tuple(map(jnp.add, captured, new.captured))
                 return (plus(dq, rows, new.query, 2), dbias, captured), dkv
 
-            start = carry, (zeros(some.key), zeros(some.value))
+            start = carry, (zeros(x.key), zeros(x.value))
             carry, new = self.each_pair(t, keys, add, start)
             return carry, jax.tree.map(jnp.add, dkv, new)  # last, so that products overlap sending
 
         captured = tuple(map(zeros, self.x.differentiable.captured))
-        start = (
-            (zeros(some.query), zeros(self.x.bias), captured),
-            (zeros(some.key), zeros(some.value)),
-        )
-        (dq, dbias, captured), (dk, dv) = loop.run_round_trip(step, (some.key, some.value), *start)
+        start = (zeros(x.query), zeros(x.bias), captured), (zeros(x.key), zeros(x.value))
+        (dq, dbias, captured), (dk, dv) = loop.run_round_trip(step, (x.key, x.value), *start)
         gradients = Gradients(dq, dk, dv, dbias, captured=captured)
         like = self.x.differentiable._replace(sinks=None)
         return jax.tree.map(lambda dy, y: dy.astype(y.dtype), gradients, like)
 
     def each_pair(self, t, keys, step: Callable, carry):
-        """carry = step(rows, b, problem, operands, carry) of all pairs, `rows` and a chunk b of
+        """carry = step(rows, b, problem, operands, carry) for all pairs, `rows` and a chunk b of
         keys, that may see each other."""
         p, loop, x = self.problem, self.pass_.loop, self.x
         device, chunks = loop.device_at(t), loop.chunks
@@ -363,13 +361,13 @@ class RoundTrip(NamedTuple):
             a, b, group = n // chunks % chunks, n % chunks, n // chunks**2
             rows = Slice(chunks, a, keys[0].shape[2], self.groups, group)
             pair = lambda: pair_operands(loop, p, take_heads(x, self.heads), keys, device, rows, b)
-            some = loop.is_on_mesh(device) & pair().resolved_mask.any_visible(p.queries)
+            is_visible = loop.is_on_mesh(device) & pair().resolved_mask.any_visible(p.queries)
 
             def visited(carry):  # slices its operands here, and only if the pair is visible
                 operands = pair()
                 return step(rows, b, p.of_part(operands), operands, carry)
 
-            return lax.cond(some, visited, lambda carry: carry, carry)
+            return lax.cond(is_visible, visited, lambda carry: carry, carry)
 
         pairs = chunks**2 * self.groups
         return visit(0, carry) if pairs == 1 else schedule.loop(0, pairs, visit, carry)

@@ -1,5 +1,5 @@
-"""A mesh with explicit axes: each device attends for its own batch rows and heads, and without a
-context for all rows."""
+"""A call on a mesh with explicit axes: each device computes its batch rows and heads, and without a
+context all of their rows."""
 
 import functools
 import math
@@ -15,8 +15,8 @@ from pallas_flash.problem.call import AXES, Call
 
 
 def find_mesh(call: Call) -> AbstractMesh | None:
-    """The mesh with axes of type Explicit that an array of the call is on, or else that
-    jax.set_mesh named; or one with Auto axes that the call's context names. None without."""
+    """The mesh with Explicit axes that an array of the call is on, or else that of jax.set_mesh; or
+    a mesh with the Auto axes that the call's context names; else None."""
     meshes = collect_meshes(collect_arrays(call).values())
     explicit = find_explicit(meshes)
     if explicit is not None or call.context is None:
@@ -36,17 +36,18 @@ def find_explicit(meshes: list[AbstractMesh]) -> AbstractMesh | None:
 
 
 def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
-    """attend(call), (o, lse, largest logits or None), of a call in canonical form, by jax.shard_map
-    over the axes of the mesh that the batch, the heads, and with a context the rows lie on."""
+    """The result of attend(call), (o, lse, largest logits or None), by jax.shard_map over the axes
+    of the mesh that the batch, the heads, and with a context the rows lie on. The call is in
+    canonical form."""
     arrays, context, lead = collect_arrays(call), call.context, call.query.ndim - 3
-    # a shard_map goes over them
+    # a shard_map around maps its axes already
     is_outside = context is None or set(context.names) <= {*mesh.manual_axes}
     rows = None if is_outside else context.axis
     for name in ("query", "key", "value"):
         if (name,) in arrays:
             _check(name, arrays[name,], rows, mesh)
     axes = _find_mesh_axes(arrays, call, mesh, rows)
-    if context is not None:  # which says what types do not
+    if context is not None:  # it names axes that types do not tell
         axes[-1] = axes[-1] or context.heads
         if lead:
             axes[0] = axes[0] or context.batch
@@ -54,17 +55,18 @@ def map_call(attend: Callable, call: Call, mesh: AbstractMesh):
 
 
 def map_paged_call(attend: Callable, call: Call, mesh: AbstractMesh):
-    """The same for paged_attention: each device has all pages of its key/value heads, and nothing
+    """`map_call` for paged_attention: each device has all pages of its key/value heads, and nothing
     is gathered."""
     arrays = collect_arrays(call)
     axes = [*_find_mesh_axes(arrays, call, mesh, None), None]
     for path, x in arrays.items():
-        found, may = jax.typeof(x).sharding.spec, _spec(array_axes(path, call), x.shape, axes, mesh)
-        if any(axis not in (None, other) for axis, other in zip(found, may, strict=True)):
+        spec = jax.typeof(x).sharding.spec
+        allowed = _spec(array_axes(path, call), x.shape, axes, mesh)
+        if any(axis not in (None, other) for axis, other in zip(spec, allowed, strict=True)):
             raise ValueError(
-                f"{path[0]} may be sharded as {may} here: the batch of all arrays alike, their "
+                f"{path[0]} may be sharded as {allowed} here: the batch of all arrays alike, their "
                 "heads alike, and pages by heads "
-                f"alone; got {found}. jax.reshard moves it."
+                f"alone; got {spec}. jax.reshard moves it."
             )
     return _shard_map(attend, call, arrays, axes, mesh)
 
@@ -72,8 +74,8 @@ def map_paged_call(attend: Callable, call: Call, mesh: AbstractMesh):
 def _shard_map(
     attend: Callable, call: Call, arrays: dict[tuple, Any], axes: list, mesh: AbstractMesh
 ):
-    """attend(call) by jax.shard_map, where each leading axis, the heads and the rows lie on these
-    axes."""
+    """The result of attend(call) by jax.shard_map, with each leading axis, the heads and the rows
+    on these axes."""
     specs = tuple(_spec(array_axes(path, call), x.shape, axes, mesh) for path, x in arrays.items())
     shape = arrays["query",].shape
     outs = _spec("BTNH", shape, axes, mesh), *[_spec("BTN", shape[:-1], axes, mesh)] * 2
@@ -87,11 +89,11 @@ def _shard_map(
 
 
 def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
-    """f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new cache. On a mesh
-    with explicit axes each device updates the batch rows and heads of the cache that lie on it, or
-    all rows of a cache in pages; the arrays are resharded to match, and the new cache lies where
-    the old one does. `cache.axes` has a letter for each axis of a field that is no argument of a
-    call."""
+    """The results of f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new
+    cache. On a mesh with explicit axes each device updates the batch rows and heads of the cache
+    that lie on it, or all rows of a cache in pages; the arrays are resharded to match, and the new
+    cache lies where the old one does. `cache.axes` has a letter for each axis of a field that is no
+    argument of a call."""
     mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return f(cache, *static, **arrays)
@@ -134,8 +136,8 @@ def _program(attend, mesh, paths, specs, outs, rest):
     )
     placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, P(*map(explicit, spec))))
 
-    # shard_map keeps what it finds on its first call, and a vmap over an axis of the mesh is
-    # another; Pallas' interpreter has no rules for checks
+    # a new shard_map each time: it caches its first trace, and a vmap over an axis of the mesh is
+    # another; unchecked, since Pallas' interpreter has no rules for varying types
     def run(arrays):
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=outs, check_vma=False)
         return mapped(tuple(map(placed, arrays, specs)))
@@ -143,17 +145,17 @@ def _program(attend, mesh, paths, specs, outs, rest):
     return jax.jit(run)
 
 
-_program_once = functools.lru_cache(_program)  # or a call outside of jit would compile each time
+_program_once = functools.lru_cache(_program)  # else a call outside of jit compiles each time
 
 
 def has_explicit_axes(x) -> bool:
-    """Whether an array inside of `map_call` is on a mesh of which axes are Explicit still: a vmap
-    outside goes over them."""
+    """Whether an array inside of `map_call` still is on a mesh with Explicit axes: those that a
+    vmap outside maps."""
     return bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
 
 def find_row_axes(call: Call):
-    """The axes of the mesh that rows or keys lie on, and nothing else of the query; None if they
+    """The axes of the mesh that rows or keys lie on, and no other axis of the query; None if they
     are whole."""
     specs = [
         jax.typeof(x).sharding.spec
@@ -212,9 +214,9 @@ def _find_mesh_axes(arrays, call, mesh, rows) -> list:
 
 
 def _axis_indices(letters: str, ndim: int, lead: int) -> list[int | None]:
-    """For each axis of an array with these letters, the index of its axes of the mesh in those of
-    `_shard_map`; None: it is whole on each device, as keys are in an array that has rows too. An
-    array may lack axes on the left."""
+    """For each axis of an array with these letters the index into the axes of `_shard_map`; None:
+    it is whole on each device, as keys are in an array that has rows too. An array may lack axes on
+    the left."""
     indices = {
         "B": list(range(lead)),
         "N": [lead],
@@ -246,8 +248,8 @@ def _fits(K: int, axis, mesh) -> bool:
 
 
 def is_on_auto_mesh(operands) -> bool:
-    """Whether they lie on a mesh of several devices with Auto axes alone, as their types or
-    jax.set_mesh say; a mesh that only jit's in_shardings name is unknown while tracing."""
+    """Whether the operands lie on a mesh of several devices with Auto axes alone, by their types or
+    jax.set_mesh. A mesh that only jit's in_shardings name is unknown while tracing."""
     meshes = collect_meshes(jax.tree.leaves(operands))
     kinds = {kind for mesh in meshes for kind in mesh.axis_types}
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)

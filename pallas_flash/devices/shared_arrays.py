@@ -1,4 +1,4 @@
-"""The arrays of a call as devices share them: in canonical form, by their place in the call, with a
+"""The arrays of a call that devices share: in canonical form, each with its path in the call and a
 letter for each axis."""
 
 import dataclasses
@@ -14,8 +14,8 @@ from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import AXES, Call, is_data
 
-OPERAND_AXES = AXES | dict(seeds="BN")  # of arguments.Operands
-# of a score_mod; the arrays that rules read are whole on each device
+OPERAND_AXES = AXES | dict(seeds="BN")  # the fields of arguments.Operands
+# the fields of a score_mod; the arrays that it captures are whole on each device
 SCORE_AXES = {"batch": "B", "head": "N"}
 
 
@@ -39,7 +39,7 @@ def canonicalize(call: Call) -> Call:
         score = BoundScoreMod.bind(score_mod, checks.sums(query.dtype))
         each["score_mod"] = score.with_indices(lead, N)
     if isinstance(call.mask, masks.Mask):
-        # a context's devices may have been called with their rows alone
+        # with a context, the call may have this device's rows alone
         tokens = (query.shape[-3], key.shape[-3]) if call.context is None else None
         new = (_canonical_part(part, lead, N, tokens) for part in masks.leaves(call.mask))
         each["mask"] = masks.with_leaves(call.mask, new)
@@ -53,20 +53,21 @@ def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads: int, tokens)
 
 
 def collect_arrays(call: Call) -> dict[tuple, Any]:
-    """The arrays of a call by where they are: (name,), or ("mask", index of the part, field)."""
-    found = {
+    """The arrays of a call by their paths: (name,), ("mask", index of the leaf, field) or
+    ("score_mod", field). A captured array has its number in place of a field."""
+    arrays = {
         (name,): x
         for name, x in call.arguments().items()
         if name in AXES and not isinstance(x, masks.Mask)
     }
     for index, part in enumerate(_mask_parts(call)):
-        found |= {("mask", index, field): getattr(part, field) for field in part.ARRAYS}
+        arrays |= {("mask", index, field): getattr(part, field) for field in part.ARRAYS}
         captured = part.arrays if isinstance(part, masks.MaskMod) else ()
-        found |= {("mask", index, n): x for n, x in enumerate(captured)}
+        arrays |= {("mask", index, n): x for n, x in enumerate(captured)}
     if isinstance(score := call.score_mod, BoundScoreMod):
-        found |= {("score_mod", name): getattr(score, name) for name in SCORE_AXES}
-        found |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
-    return {path: x for path, x in found.items() if is_data(x)}
+        arrays |= {("score_mod", name): getattr(score, name) for name in SCORE_AXES}
+        arrays |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
+    return {path: x for path, x in arrays.items() if is_data(x)}
 
 
 def _mask_parts(call: Call) -> list[masks.Mask]:
@@ -74,8 +75,8 @@ def _mask_parts(call: Call) -> list[masks.Mask]:
 
 
 def array_axes(path, call: Call) -> str:
-    """A letter for each axis of an array of `collect_arrays`, the last ones if it may have fewer
-    axes."""
+    """A letter for each axis of the array at a path of `collect_arrays`; the last ones if it has
+    fewer axes."""
     if path[0] == "score_mod":
         return SCORE_AXES.get(path[1], "")
     if len(path) == 1:
@@ -84,7 +85,7 @@ def array_axes(path, call: Call) -> str:
 
 
 def with_arrays(call: Call, arrays: dict[tuple, Any]) -> Call:
-    """The call with other arrays where `collect_arrays` found some."""
+    """The call with these arrays at the paths of `collect_arrays`."""
     new, parts, score = {}, _mask_parts(call), call.score_mod
     for path, x in arrays.items():
         if len(path) == 1:
@@ -99,17 +100,17 @@ def with_arrays(call: Call, arrays: dict[tuple, Any]) -> Call:
 
 
 def _replaced(rule, name: str | int, x):
-    """A part of a mask or a score_mod with another array: of a field, or with a number of those
-    that it reads."""
+    """A leaf of a mask, or a score_mod, with another array in a field, or at a number among those
+    that it captures."""
     if isinstance(name, str):
         return dataclasses.replace(rule, **{name: x})
     return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
 
 
 def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> arguments.Operands:
-    """The operands with a letter for each axis in place of each array."""
+    """The operands with the letters of its axes in place of each array."""
     full = dict(B=problem.batch, N=problem.heads, K=problem.kv_heads)
-    of = lambda x, letters: "".join(
+    axes_of = lambda x, letters: "".join(
         c if n == full.get(c, n) else "."
         for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
     )
@@ -119,22 +120,21 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
         (ResolvedMask.BY_QUERY, "BT"),
         (ResolvedMask.BY_KEY, "BS"),
     ):
-        resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: of(x, letters))
+        resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: axes_of(x, letters))
 
-    def of_mod(mod):
-        by = dict(batch="B", head="N", block_types="BN", offset="B")
-        known = {
-            name: of(x, by[name]) for name in by if hasattr(x := getattr(mod, name, None), "ndim")
-        }
-        return dataclasses.replace(mod, arrays=tuple(of(x, "") for x in mod.arrays), **known)
+    def mod_axes(mod):
+        fields = dict(batch="B", head="N", block_types="BN", offset="B")
+        given = {name: getattr(mod, name, None) for name in fields}
+        axes = {name: axes_of(x, fields[name]) for name, x in given.items() if hasattr(x, "ndim")}
+        return dataclasses.replace(mod, arrays=tuple(axes_of(x, "") for x in mod.arrays), **axes)
 
-    there = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
-    there = {name: of(x, OPERAND_AXES[name]) for name, x in there.items()}
-    return _map_mods(of_mod, operands._replace(resolved_mask=resolved_mask, **there))
+    arrays = {name: x for name, x in operands._asdict().items() if hasattr(x, "ndim")}
+    axes = {name: axes_of(x, OPERAND_AXES[name]) for name, x in arrays.items()}
+    return _map_mods(mod_axes, operands._replace(resolved_mask=resolved_mask, **axes))
 
 
 def _map_mods(f: Callable, operands: arguments.Operands) -> arguments.Operands:
-    """The operands with f(bound) in place of a bound mask_mod and of a score_mod."""
+    """The operands with f(bound) in place of their bound mask_mod and score_mod."""
     resolved_mask, score = operands.resolved_mask, operands.score
     if resolved_mask.mask_mod is not None:
         resolved_mask = dataclasses.replace(resolved_mask, mask_mod=f(resolved_mask.mask_mod))
@@ -143,7 +143,7 @@ def _map_mods(f: Callable, operands: arguments.Operands) -> arguments.Operands:
 
 
 def with_indices(operands: arguments.Operands, **indices: jax.Array) -> arguments.Operands:
-    """The operands, whose rules get the indices of batch rows or heads that they use and lack."""
+    """The operands with the indices of batch rows or heads in the mods that use and lack them."""
 
     def indexed(bound):
         lacks = lambda name: getattr(bound, name) is None and getattr(bound.mod, f"uses_{name}")
@@ -153,19 +153,19 @@ def with_indices(operands: arguments.Operands, **indices: jax.Array) -> argument
 
 
 def rows_axes(axes: arguments.Operands, rows: tuple) -> tuple:
-    """The same of what else a pass takes: of tangents, which lie as what they are of, and of arrays
-    by row."""
+    """The axes of what a pass takes beside the operands: a tangent has the axes of its primal,
+    other arrays those of `row_axes`."""
     is_none = lambda x: x is None
 
-    def of(x):
+    def axes_of(x):
         if isinstance(x, arguments.Gradients):
-            of_tangent = lambda dx, letters: None if dx is None else letters
-            return jax.tree.map(of_tangent, x, axes.differentiable, is_leaf=is_none)
+            like_primal = lambda dx, letters: None if dx is None else letters
+            return jax.tree.map(like_primal, x, axes.differentiable, is_leaf=is_none)
         return jax.tree.map(lambda a: row_axes(a.ndim), x)
 
-    return tuple(map(of, rows))
+    return tuple(map(axes_of, rows))
 
 
 def row_axes(ndim: int) -> str:
-    """The axes of o or do [B, T, N, H], or of what each row has one of, [B, N, T]."""
+    """The axes of o or do, [B, T, N, H], or of statistics, [B, N, T]."""
     return "BTNH" if ndim == 4 else "BNT"

@@ -1,7 +1,7 @@
-"""All-to-all context parallelism (DeepSpeed's Ulysses): the caller holds some rows of all heads,
-and the backend computes all rows of some heads.
+"""All-to-all context parallelism (DeepSpeed's Ulysses): the caller holds a part of the rows of all
+heads, and the backend computes all rows of a part of the heads.
 
-context_parallel.py exchanges Q, K and V before. The forward exchanges o back itself, so that its
+context_parallel.py exchanges Q, K and V beforehand. The forward exchanges o back, so that its
 residual is this device's rows of o, which the caller keeps anyway. delta is computed from these
 rows and exchanged, one scalar for each row.
 """

@@ -1,6 +1,7 @@
 """What the package takes from jax beyond the names that jax promises to keep, in one place: a jax
 that lacks one of them is refused in one sentence, when the package is imported."""
 
+import contextlib
 import importlib
 import operator
 from typing import Any, NamedTuple
@@ -61,6 +62,30 @@ def target(ctx) -> Target:
     module = ctx.module_context
     mesh = getattr(module.axis_context, "abstract_mesh", None)
     return Target(tuple(module.platforms), module.lowering_parameters.for_export, mesh)
+
+
+def hide_frames(folder: str):
+    """Tracebacks that JAX filters leave out the files in this folder, in a jax that can be told."""
+    with contextlib.suppress(ImportError, TypeError):
+        find("jax._src.traceback_util", "register_exclusion")(folder)
+
+
+@contextlib.contextmanager
+def traced_lines():
+    """Equations that are traced within get the source lines that trace them. Elsewhere all that JAX
+    traces while it transposes or lowers an equation gets that equation's line, and in a jax that
+    keeps the line in another place it does so here too."""
+    try:
+        current = find("jax._src.source_info_util", "_source_info_context")
+        before = current.context
+        current.context = type(before)(None, before.name_stack)
+    except (ImportError, AttributeError, TypeError):  # another jax
+        yield
+        return
+    try:
+        yield
+    finally:
+        current.context = before
 
 
 # ---- what only arrays on a mesh with Auto axes need. jax has no public place for it ----

@@ -1,4 +1,4 @@
-"""A block mask: a mask with the types of its blocks, found once for many calls."""
+"""A block mask: a mask with the types of its blocks, computed once for many calls, or drawn."""
 
 import dataclasses
 
@@ -16,19 +16,37 @@ from pallas_flash.masks.resolution import resolve
 
 @pytrees.dataclass(repr=False)
 class BlockMask(And):
-    """A mask and the type of each block of queries and keys: empty, partial or full. A pytree,
-    made by `create_block_mask`."""
+    """A mask with the type of each block of queries and keys: empty, partial or full. A pytree,
+    made by `create_block_mask`.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> mask = masks.create_block_mask(masks.Causal(), 6, 8, block=2)
+      >>> mask
+      BlockMask(Window(left=None, right=0), 6 x 8 in blocks of 2: 6 skipped, 3 full, 3 partial)
+      >>> print(masks.draw(mask, 6, 8))
+      1 . . . . . . .
+      1 1 . . . . . .
+      1 1 1 . . . . .
+      1 1 1 1 . . . .
+      1 1 1 1 1 . . .
+      1 1 1 1 1 1 . .
+      >>> print(masks.draw(mask, 6, 8, block=2))
+      / . . .
+      1 / . .
+      1 1 / .
+    """
 
     def counts(self) -> dict[str, int]:
         """How many blocks are skipped, full and partial, over all batch rows and heads."""
         kind = np.asarray(self.second.block_types)
-        of = dict(skipped=block_types.EMPTY, full=block_types.FULL, partial=block_types.PARTIAL)
-        return {name: int(np.sum(kind == number)) for name, number in of.items()}
+        names = dict(skipped=block_types.EMPTY, full=block_types.FULL, partial=block_types.PARTIAL)
+        return {name: int(np.sum(kind == number)) for name, number in names.items()}
 
     def __repr__(self):
-        of = self.second
-        size = f"{of.queries} x {of.keys} in blocks of {of.block_size}"
-        if isinstance(of.block_types, jax.core.Tracer):
+        types = self.second
+        size = f"{types.queries} x {types.keys} in blocks of {types.block_size}"
+        if isinstance(types.block_types, jax.core.Tracer):
             return f"BlockMask({self.first!r}, {size})"
         counts = ", ".join(f"{n} {name}" for name, n in self.counts().items())
         return f"BlockMask({self.first!r}, {size}: {counts})"
@@ -45,16 +63,16 @@ def create_block_mask(
     batch: int = 1,
     heads: int = 1,
 ) -> BlockMask:
-    """The mask with the types of its blocks, as in FlexAttention. Create it once, outside of
-    layers, jit and scan, for all the calls that take it.
+    """Computes the types of a mask's blocks, as in FlexAttention. Create a block mask once, outside
+    of layers, jit and scan, for all the calls that take it.
 
     These calls must have this number of queries and keys, and this query_offset. `batch` and
-    `heads` are needed where the mask depends on them. Without it a call finds the types of a
-    MaskMod that reads no arrays while it is traced, if the blocks are not too many.
+    `heads` are needed where the mask depends on them. Without a block mask, a call computes the
+    types of a MaskMod that reads no arrays while it is traced, if there are not too many blocks.
 
     Raises:
-      TypeError: no mask of `pallas_flash.masks`, or an offset that is not static.
-      ValueError: a size that is no static int from 1 on, or arrays of other rows than `batch`.
+      TypeError: mask is no object of `pallas_flash.masks`, or query_offset is not static.
+      ValueError: a size is no static int from 1 on, or `batch` is not the rows of the arrays.
 
     Examples:
       >>> from pallas_flash import masks
@@ -78,12 +96,53 @@ def create_block_mask(
         )
     batch = max({batch, *rows})
     resolved_mask = resolve(conjuncts(whole), batch, queries, keys, query_offset)
-    found = block_types.compute(resolved_mask, batch, heads, queries, block, block)
+    types = block_types.compute(resolved_mask, batch, heads, queries, block, block)
     count = len(split(conjuncts(whole))[1])
     uses = False, False
     if (bound := resolved_mask.mask_mod) is not None:
         uses = bound.mod.uses_batch, bound.mod.uses_head
-    return BlockMask(mask, BlockTypes(found, count, uses, queries, keys, block, query_offset))
+    return BlockMask(mask, BlockTypes(types, count, uses, queries, keys, block, query_offset))
+
+
+@unexpected.refused()
+def draw(
+    mask: Mask,
+    queries: int,
+    keys: int,
+    *,
+    block: int = 1,
+    query_offset: int = 0,
+    batch: int = 1,
+    heads: int = 1,
+) -> str:
+    """The mask as text: a line for each query, with 1 where it sees a key and a dot where it does
+    not. Batch rows and heads that differ stand side by side.
+
+    With `block` each character is a block of so many queries and keys: 1 if it is full, / partial,
+    a dot if it is empty. Arguments and errors are those of `create_block_mask`.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> by_head = masks.MaskMod(lambda b, h, q_idx, kv_idx: q_idx - kv_idx <= h)
+      >>> print(masks.draw(by_head, 6, 8, query_offset=2, heads=2))
+      . . 1 1 1 1 1 1   . 1 1 1 1 1 1 1
+      . . . 1 1 1 1 1   . . 1 1 1 1 1 1
+      . . . . 1 1 1 1   . . . 1 1 1 1 1
+      . . . . . 1 1 1   . . . . 1 1 1 1
+      . . . . . . 1 1   . . . . . 1 1 1
+      . . . . . . . 1   . . . . . . 1 1
+      >>> print(masks.draw(masks.Causal(), 600, 800, block=100))
+      / . . . . . . .
+      1 / . . . . . .
+      1 1 / . . . . .
+      1 1 1 / . . . .
+      1 1 1 1 / . . .
+      1 1 1 1 1 / . .
+    """
+    sizes = dict(block=block, query_offset=query_offset, batch=batch, heads=heads)
+    types = np.asarray(create_block_mask(mask, queries, keys, **sizes).second.block_types)
+    matrices = np.array(list("./1"))[types].reshape(-1, *types.shape[2:])
+    return "\n".join("   ".join(map(" ".join, line)) for line in matrices.swapaxes(0, 1))
 
 
 def _static(name: str, x) -> int:

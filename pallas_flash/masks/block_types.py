@@ -13,7 +13,8 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
-    """Whether the rows of existing queries see the keys, [B | 1, N | 1, rows, keys]."""
+    """Whether each query of `row`, which must exist, sees each key: bool [B | 1, N | 1, rows,
+    keys]."""
     at = v.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None]).narrow(
         ResolvedMask.BY_QUERY, lambda x: x[:, row]
     )
@@ -40,7 +41,7 @@ def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: 
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
 
-    def of_rows(i):
+    def types_of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
         x = (
             visible_pairs(v, batch, heads, jnp.minimum(row, queries - 1), key)
@@ -48,16 +49,17 @@ def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: 
         )
         return _of_blocks(x, block_q, block_k)[:, :, 0]
 
-    return jnp.moveaxis(lax.map(of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32)), 0, 2)
+    types = lax.map(types_of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32))
+    return jnp.moveaxis(types, 0, 2)
 
 
 def from_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax.Array:
-    """The same of a mask bool [B | 1, N | 1, T | 1, S | 1]."""
+    """The types of the blocks of a mask array, bool [B | 1, N | 1, T | 1, S | 1]."""
     return _of_blocks(jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys)), block_q, block_k)
 
 
 def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
-    """Of bool [.., queries, keys], True where a query sees a key."""
+    """The types of the blocks of bool [.., queries, keys], True where a query sees a key."""
     B, N, T, S = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))
     x = x.reshape(B, N, -1, block_q, -(-S // block_k), block_k)
@@ -65,13 +67,13 @@ def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
 
 
 def merge(types, axis):
-    """The type of the block that several blocks are together."""
+    """The type of a block that is made of several along `axis`."""
     return (types.max(axis) > 0).astype(np.int8) + (types.min(axis) == FULL).astype(np.int8)
 
 
 def resize(types, block: int, queries: int, keys: int, block_q: int, block_k: int):
-    """Types of blocks of `block` queries and keys as those of blocks of another size, partial where
-    these do not tell."""
+    """Converts types of blocks of `block` queries and keys to those of block_q by block_k: partial
+    where the given types do not tell."""
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
         types = _resize(types, axis, block, -(-length // size), size)
     return types

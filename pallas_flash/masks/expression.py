@@ -1,5 +1,5 @@
-"""Masks of which | and ~ make a mask_mod in a call: an expression of what each shows, which reads
-its arrays row by row and key by key."""
+"""Masks that | and ~ join as the mask_mod of a call: an expression whose leaves read their arrays
+by row and by key."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
 
 @pytrees.dataclass
 class Place:
-    """From the q_idx of a mask_mod to the row, and to the position where a mask says it."""
+    """Maps the q_idx of a mask_mod to its row, and to its position if a mask defines positions."""
 
     offset: IntLike  # int or int32 [B]
     positions: Any  # int32 [B, T]
@@ -32,7 +32,7 @@ def as_mask_mod(mask: Mask, place: Place, resolve: Callable) -> MaskMod:
 
 
 def _expression(mask: Mask, resolve: Callable):
-    """The mask as And, Or and Not of MaskMod and of ResolvedMask."""
+    """The mask as And, Or and Not of MaskMods and ResolvedMasks."""
     inner = lambda part: _expression(part, resolve)
     match mask:
         case Or(first, second):
@@ -42,15 +42,15 @@ def _expression(mask: Mask, resolve: Callable):
         case MaskMod():
             return mask
     intervals, others = split(conjuncts(mask))
-    found = list(map(inner, others))
+    parts = list(map(inner, others))
     if intervals:
-        found.append(dataclasses.replace(resolve(intervals), contiguous=None))
-    return functools.reduce(And, found)
+        parts.append(dataclasses.replace(resolve(intervals), contiguous=None))
+    return functools.reduce(And, parts)
 
 
 @functools.lru_cache(256)
 def _traced(tree, shapes, name: str) -> TracedMod:
-    """The program of what as_mask_mod has flattened."""
+    """Traces the Place and expression that as_mask_mod flattened."""
 
     def visible(arrays, *at):
         place, expression = jax.tree.unflatten(tree, arrays)

@@ -1,4 +1,4 @@
-"""What a mask is, and what `&`, `|` and `~` make of it: `&` keeps intervals of keys, and all else
+"""The base class of masks, and their `&`, `|` and `~`: `&` keeps intervals of keys; all else
 becomes a `MaskMod`, at once or in a call."""
 
 import dataclasses
@@ -23,40 +23,55 @@ from pallas_flash.mods.traced import TracedMod
 
 class Mask:
     """Which keys each query may see: `a & b` shows the keys that both show, `a | b` those that at
-    least one shows, `~a` those that a does not. Lengths within | or ~ are a mask like any other:
-    NaN behind them is not kept out.
+    least one shows, `~a` those that a hides. Lengths within | or ~ mask as any rule does: NaN
+    behind them may reach the output.
 
-    For a mask of your own take `MaskMod`. A subclass defines `interval`, from which blocks to skip
-    are known without evaluating the mask.
+    For a mask of your own take `MaskMod`, or a subclass that defines `interval`: which blocks to
+    skip is then known without evaluating the mask.
+
+    Examples:
+      >>> from pallas_flash import masks
+      >>> print(masks.draw(masks.Causal() & masks.Chunked(4), 6, 8))
+      1 . . . . . . .
+      1 1 . . . . . .
+      1 1 1 . . . . .
+      1 1 1 1 . . . .
+      . . . . 1 . . .
+      . . . . 1 1 . .
+      >>> print(masks.draw(~masks.Window(1, 1) | masks.GlobalTokens(1), 6, 8))
+      1 1 1 1 1 1 1 1
+      1 . . 1 1 1 1 1
+      1 . . . 1 1 1 1
+      1 1 . . . 1 1 1
+      1 1 1 . . . 1 1
+      1 1 1 1 . . . 1
     """
 
-    # its int32 arrays: field name -> letters of its shape, out of B, T, S and C, any size
+    # int32 arrays: field name -> letters of the shape, B, T, S, or C for any size
     ARRAYS = {}
     is_interval = True  # of keys, for each query
-    has_ids = False  # of documents, of which a ResolvedMask holds one set
+    has_ids = False  # document ids, of which a ResolvedMask holds one set
 
     def __post_init__(self):
-        """Raises where a field for integers holds other numbers. Anything else may stand there, as
-        the PartitionSpec of an array."""
+        """Raises if an array of integers has another dtype; a PartitionSpec may stand for it."""
         for name in self.ARRAYS:
             x = getattr(self, name, None)
             if checks.is_array(x) or isinstance(x, list | bool | float):
                 checks.integers(f"{type(self).__name__}.{name}", x)
 
     def canonical(self, tokens: tuple[IntLike, IntLike] | None = None) -> "Mask":
-        """The mask with its arrays as int32; an int that stands for all batch rows stays. Raises
-        where they are no integers, or do not fit T queries and S keys, if `tokens` says how many
-        these are."""
+        """The mask with its arrays as int32; an int that stands for all batch rows stays. Raises if
+        they are no integers, or do not fit `tokens`, (T, S), if given."""
         arrays = self._arrays()
         return dataclasses.replace(self, **arrays) if arrays else self
 
     def _arrays(self) -> dict[str, Any]:
         """The fields of ARRAYS as int32."""
-        may_lack = lambda name: hasattr(type(self), name)  # it has a default
+        has_default = lambda name: hasattr(type(self), name)
         given = {
             name: x
             for name in self.ARRAYS
-            if (x := getattr(self, name)) is not None or not may_lack(name)
+            if (x := getattr(self, name)) is not None or not has_default(name)
         }
         is_number = lambda x: checks.is_int(x) and not isinstance(x, bool)
         to_int32 = lambda name, x: checks.ints(f"{type(self).__name__}.{name}", x)
@@ -85,15 +100,15 @@ class Mask:
 
     @property
     def has_positions(self) -> bool:
-        """Whether the mask says the key position of each row, in place of query_offset."""
+        """Whether the mask defines the key position of each row, in place of query_offset."""
         return False
 
     def positions(self, row: jax.Array) -> jax.Array:
-        """These positions, [B, T], of the rows [1, T]."""
+        """The key positions [B, T] of the rows [1, T], if the mask defines them."""
         raise NotImplementedError
 
     def narrow(self, mask: ResolvedMask, rows) -> ResolvedMask:
-        """What is left of a resolved mask under this one too; `rows` are resolution.QueryRows."""
+        """The resolved mask, narrowed by this mask; `rows` are resolution.QueryRows."""
         return mask.with_interval(rows.shape, *rows.interval_of(self))
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -129,8 +144,7 @@ class Mask:
         return MaskMod(lambda *at: jnp.logical_not(f(*at)), f"~({mask!r})")
 
     def __eq__(self, other) -> bool:
-        """Whether the masks are made alike, of arrays with the same values; a traced array equals
-        itself alone."""
+        """Whether both masks have one type and equal fields; a traced array equals itself alone."""
         if type(self) is not type(other) or not dataclasses.is_dataclass(self):
             return self is other
         return all(map(_are_equal, self._compared(), other._compared()))
@@ -143,18 +157,18 @@ class Mask:
     def _compared(self) -> list:
         return [getattr(self, field.name) for field in dataclasses.fields(self) if field.compare]
 
-    __rand__ = __and__  # of what is no mask
+    __rand__ = __and__  # raises: the left operand is no mask
     __ror__ = __or__
-    __array_ufunc__ = None  # or numpy would ask for each of its entries
+    __array_ufunc__ = None  # or numpy would apply & to each entry of an array
 
 
 class Joined(Mask):
-    """Made of other masks, its fields."""
+    """A mask made of other masks, its fields."""
 
 
 @pytrees.dataclass(repr=False)
 class And(Joined):
-    """Lets a query see the keys that both masks let it see."""
+    """Shows the keys that both masks show."""
 
     first: Mask
     second: Mask
@@ -169,8 +183,7 @@ class And(Joined):
 
 @pytrees.dataclass(repr=False)
 class Or(Joined):
-    """Lets a query see the keys that at least one of the masks lets it see; a call makes a mask_mod
-    of it."""
+    """Shows the keys that at least one of the masks shows; a call makes a mask_mod of it."""
 
     first: Mask
     second: Mask
@@ -182,8 +195,7 @@ class Or(Joined):
 
 @pytrees.dataclass(repr=False)
 class Not(Joined):
-    """Lets a query see the keys that the mask does not let it see; a call makes a mask_mod of
-    it."""
+    """Shows the keys that the mask hides; a call makes a mask_mod of it."""
 
     mask: Mask
     is_interval = False
@@ -206,18 +218,21 @@ class MaskMod(Mask):
       name: what the mask prints as; the function's name by default.
 
     Examples:
-      >>> import jax.numpy as jnp
-      >>> from pallas_flash import flash_attention, masks
+      >>> from pallas_flash import masks
       >>> strided = masks.MaskMod(lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0)
-      >>> q = k = v = jnp.ones((1, 20, 4, 16))
-      >>> flash_attention(q, k, v, mask=strided & masks.Causal()).shape
-      (1, 20, 4, 16)
+      >>> print(masks.draw(strided & masks.Causal(), 6, 8, heads=3))
+      1 . . . . . . .   1 . . . . . . .   1 . . . . . . .
+      1 1 . . . . . .   . 1 . . . . . .   . 1 . . . . . .
+      1 1 1 . . . . .   1 . 1 . . . . .   . . 1 . . . . .
+      1 1 1 1 . . . .   . 1 . 1 . . . .   1 . . 1 . . . .
+      1 1 1 1 1 . . .   1 . 1 . 1 . . .   . 1 . . 1 . . .
+      1 1 1 1 1 1 . .   . 1 . 1 . 1 . .   . . 1 . . 1 . .
     """
 
-    function: Any  # a TracedMod, once made
+    function: Any  # as given, then a TracedMod
     name: str | None = dataclasses.field(default=None, compare=False)
-    arrays: tuple | None = None  # that it closes over
-    batch: Any = None  # the indices of batch rows and heads, where these are not all
+    arrays: tuple | None = None  # those that it closes over
+    batch: Any = None  # indices of the batch rows and heads, None: all
     head: Any = None
     ARRAYS = {"batch": "B", "head": "N"}
     is_interval = False
@@ -235,18 +250,18 @@ class MaskMod(Mask):
         return lambda *at: self.function(self.arrays, *at)
 
     def with_indices(self, batch: tuple[int, ...], heads: int) -> "MaskMod":
-        """The same with the indices of batch rows and heads as arrays, where it uses them."""
+        """This mask with the indices of batch rows and heads as arrays, if it uses them."""
         return dataclasses.replace(self, **self.function.index_arrays(batch, heads))
 
 
 @pytrees.dataclass(static=("uses",))
 class BlockTypes(Mask):
-    """The types of the blocks of the mask that this stands beside, int8 as in block_types.py. It
+    """The types of the blocks of the mask that it is joined with, int8 as in block_types.py. It
     hides nothing by itself."""
 
     block_types: Any  # [B | 1, N | 1, query blocks, key blocks]
-    count: int  # of the masks that make its mask_mod, whose types these are
-    uses: tuple[bool, bool]  # whether one of these tells batch rows, and heads, apart
+    count: int  # of masks joined into the mask_mod that has these types
+    uses: tuple[bool, bool]  # whether that mask_mod depends on the batch row, on the head
     queries: int
     keys: int
     block_size: int
@@ -260,14 +275,13 @@ class BlockTypes(Mask):
         return mask
 
     def fitting(self, batch: int, heads: int) -> "BlockTypes":
-        """The same, if it was made for so many batch rows and heads, or for any."""
+        """These types, reshaped to [B | 1, N | 1, ..]. Raises if they were made for other batch
+        rows or heads, and depend on them."""
         shape = self.block_types.shape
         block_types = self.block_types.reshape(math.prod(shape[:-3]), *shape[-3:])
         made = block_types.shape[:2]
-        if any(
-            n != m and (n > 1 or used)
-            for n, m, used in zip(made, (batch, heads), self.uses, strict=True)
-        ):
+        sizes = zip(made, (batch, heads), self.uses, strict=True)
+        if any(n != m and (n > 1 or is_used) for n, m, is_used in sizes):
             raise ValueError(
                 f"the block mask was made for (batch, heads) = {made}; the call's are "
                 f"{(batch, heads)}."
@@ -275,8 +289,8 @@ class BlockTypes(Mask):
         return dataclasses.replace(self, block_types=block_types)
 
     def with_indices(self, batch: tuple[int, ...], heads: int) -> "BlockTypes":
-        """The same with these leading axes in place of all batch rows, where it tells them
-        apart."""
+        """These types with the leading axes `batch` in place of batch rows, if they differ by
+        row."""
         types = self.fitting(math.prod(batch), heads).block_types
         if types.shape[0] == 1:
             return self
@@ -284,17 +298,17 @@ class BlockTypes(Mask):
 
 
 def joined(join: Callable, a: Mask, b: Mask) -> MaskMod:
-    """Of two masks that are functions of positions."""
+    """Joins two masks that are functions of positions."""
     f, g = a.mask_mod(), b.mask_mod()
     sign = {operator.or_: "|", operator.and_: "&"}[join]
     return MaskMod(lambda *at: join(f(*at), g(*at)), f"({a!r} {sign} {b!r})")
 
 
 def both(a: MaskMod, b: MaskMod) -> MaskMod:
-    """Of two whose indices of batch rows and heads are the same, where they have any."""
-    known = lambda x, y: y if x is None else x
+    """The & of two MaskMods that have the same indices of batch rows and heads, or none."""
+    given = lambda x, y: y if x is None else x
     return dataclasses.replace(
-        joined(operator.and_, a, b), batch=known(a.batch, b.batch), head=known(a.head, b.head)
+        joined(operator.and_, a, b), batch=given(a.batch, b.batch), head=given(a.head, b.head)
     )
 
 
@@ -310,14 +324,14 @@ def _are_equal(a, b) -> bool:
 
 
 def _without_values(x):
-    """x, or of an array what hashes."""
+    """x with shapes and dtypes, which hash, in place of arrays."""
     if isinstance(x, tuple):
         return tuple(map(_without_values, x))
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | jax.Array) else x
 
 
 class _Shown:
-    """An array by its type."""
+    """Prints as the type of an array."""
 
     def __init__(self, x):
         self.text = f"{x.dtype}{list(x.shape)}"
@@ -332,20 +346,20 @@ def describe(mask: Mask) -> str:
 
 
 def without_block_types(mask: Mask) -> Mask:
-    """The mask without what is known of its blocks."""
+    """The mask without its BlockTypes."""
     return functools.reduce(
         And, [part for part in conjuncts(mask) if not isinstance(part, BlockTypes)]
     )
 
 
 def conjuncts(mask: Mask | None) -> list[Mask]:
-    """The masks that `&` put together."""
-    return [] if mask is None else _leaves(mask, And)
+    """The masks that `&` joined, in order."""
+    return _leaves(mask, And)
 
 
 def split(masks: list[Mask]) -> tuple[list[Mask], list[Mask]]:
-    """Those that one ResolvedMask holds as intervals, and those that become its mask_mod: what is
-    no interval, and ids of documents after the first."""
+    """The masks that one ResolvedMask holds as intervals, and the masks that become its mask_mod:
+    those that are no intervals, and document ids after the first."""
     intervals, others = [], []
     for mask in masks:
         is_held = mask.is_interval and not (mask.has_ids and any(x.has_ids for x in intervals))
@@ -354,11 +368,13 @@ def split(masks: list[Mask]) -> tuple[list[Mask], list[Mask]]:
 
 
 def leaves(mask: Mask | None) -> list[Mask]:
-    """The masks that &, | and ~ put together, in order."""
-    return [] if mask is None else _leaves(mask, Joined)
+    """The masks that &, | and ~ joined, in order."""
+    return _leaves(mask, Joined)
 
 
-def _leaves(mask: Mask, of: type) -> list[Mask]:
+def _leaves(mask: Mask | None, of: type) -> list[Mask]:
+    if mask is None:
+        return []
     if not isinstance(mask, Mask):
         raise TypeError(
             "mask must be an object of pallas_flash.masks, as masks.Causal(); got "
@@ -370,7 +386,7 @@ def _leaves(mask: Mask, of: type) -> list[Mask]:
 
 
 def with_leaves(mask: Mask | None, new: Iterator[Mask]) -> Mask | None:
-    """The mask with the next ones of `new` in place of its leaves."""
+    """The mask with those of `new` in place of its leaves, in order."""
     if mask is None:
         return None
     if not isinstance(mask, Joined):

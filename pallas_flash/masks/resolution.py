@@ -1,4 +1,4 @@
-"""Resolves several masks into one `ResolvedMask`."""
+"""Resolves the masks of a call into one `ResolvedMask`."""
 
 import dataclasses
 import functools
@@ -16,12 +16,12 @@ from pallas_flash.mods.mask_mod import BoundMaskMod
 
 @dataclasses.dataclass(frozen=True)
 class QueryRows:
-    """The rows of a call, and the position that each of them is at."""
+    """The rows of a call, and their key positions."""
 
     shape: tuple[Any, Any]  # (B, T)
     row: Any  # int32 [1, T]
     offset: IntLike  # int or int32 [B], as the call has it
-    positions: Any = None  # int32 [B, T], where a mask says them in place of the offset
+    positions: Any = None  # int32 [B, T], if a mask defines them in place of the offset
 
     @property
     def position(self):
@@ -31,7 +31,7 @@ class QueryRows:
         return self.row + (near if isinstance(near, int) else near[:, None])
 
     def interval_of(self, mask: Mask):
-        """mask.interval of these rows, int32 that broadcast to [B, T], from 0 to
+        """The mask's intervals for these rows: int32 that broadcast to [B, T], from 0 to
         ResolvedMask.ALL."""
         name, ends = f"{type(mask).__name__}.interval()", mask.interval(self.row, self.position)
         if not (isinstance(ends, tuple | list) and len(ends) == 2):
@@ -84,21 +84,22 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 
 def positions_of(masks: list[Mask], row, offset: IntLike):
-    """The positions [B, T] of the rows [1, T] that one of the masks says, or None: row + offset."""
-    found = [part for mask in masks for part in leaves(mask) if part.has_positions]
-    if len(found) > 1 or (found and not (isinstance(offset, int) and offset == 0)):
+    """The key positions [B, T] of the rows [1, T] if one of the masks defines them; None: row +
+    offset."""
+    defining = [part for mask in masks for part in leaves(mask) if part.has_positions]
+    if len(defining) > 1 or (defining and not (isinstance(offset, int) and offset == 0)):
         raise ValueError(
             "Varlen with cu_seqlens_k already fixes query positions; it cannot be combined with "
             "query_offset or another Varlen with cu_seqlens_k."
         )
-    return found[0].positions(row) if found else None
+    return defining[0].positions(row) if defining else None
 
 
 def _mask_mod(
     mods: list[Mask], types: list[BlockTypes], rows: QueryRows, keys: int
 ) -> BoundMaskMod:
-    """All of `mods` as one mask_mod, with its block types, if they are known for just these."""
-    found = block_size = None
+    """All of `mods` as one mask_mod, with its block types if they are known for exactly these."""
+    block_types = block_size = None
     for known in types:
         made = known.queries, known.keys, known.offset
         call = rows.shape[1], keys, rows.offset if isinstance(rows.offset, int) else "an array"
@@ -107,18 +108,19 @@ def _mask_mod(
                 f"the block mask was made for (T, S, query_offset) = {made}; the call's are "
                 f"({', '.join(map(str, call))})."
             )
-        if known.count == len(mods):  # those of its own mask, which is always beside it
-            found, block_size = known.block_types, known.block_size
+        if known.count == len(mods):  # of its own mask alone, which is always among them
+            block_types, block_size = known.block_types, known.block_size
     offset = within_reach(rows.offset)
     if rows.positions is None and all(isinstance(mask, MaskMod) for mask in mods):
         one = functools.reduce(both, mods)
     else:
-        # the call's own mask hides keys that are not there
+        # keys that do not exist are hidden by the call's mask
         resolve_part = lambda intervals: _resolve(intervals, rows, ResolvedMask.ALL)
         one = as_mask_mod(functools.reduce(And, mods), Place(offset, rows.positions), resolve_part)
-    return BoundMaskMod(one.function, one.arrays, offset, one.batch, one.head, found, block_size)
+    bound = one.function, one.arrays, offset, one.batch, one.head
+    return BoundMaskMod(*bound, block_types, block_size)
 
 
 def within_reach(offset: IntLike) -> IntLike:
-    """The offset from a row to its position."""
+    """The offset from a row to its position, within REACH."""
     return clip(offset, -REACH, REACH)

@@ -1,4 +1,4 @@
-"""Which keys each query sees, as all implementations read it: intervals, ids and a mask_mod."""
+"""A resolved mask, which all implementations read: intervals, document ids and a mask_mod."""
 
 import dataclasses
 from typing import Any
@@ -10,20 +10,20 @@ import numpy as np
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike, is_data, larger, smaller
 
-# no query and key lie further apart: offsets and windows are cut there, and no sum of positions
-# leaves int32
+# the largest distance of a query and a key: offsets and windows are clipped to it, so that no sum
+# of positions leaves int32
 REACH = 2**28
 
 
 @pytrees.dataclass(static=("keys",))  # which jax.export may make a symbol
 class ResolvedMask:
-    """A resolved mask: a diagonal band, lengths, one more interval per row, document ids, and a
-    mask_mod.BoundMaskMod.
+    """Which keys each query sees: a diagonal band, lengths, an interval for each row, document ids,
+    and a mask_mod.BoundMaskMod.
 
-    Static: `keys` = S, and the band's `left` and `right`. The rest is data, None where there is
-    none: by batch `offset`, `key_stop` and `query_stop` [B]; by query `start`, `stop`,
-    `contiguous` (the ids fill the interval) and `query_ids` [B, T]; by key `key_ids` [B, S]. A
-    kernel narrows the data to its own batch and rows, and then asks for the interval.
+    Static: `keys` = S, and the band's `left` and `right`. The rest is data, or None: by batch
+    `offset`, `key_stop` and `query_stop` [B]; by query `start`, `stop`, `contiguous` (the ids fill
+    the interval) and `query_ids` [B, T]; by key `key_ids` [B, S]. A kernel narrows the data to its
+    batch row and queries, and then asks for the interval.
     """
 
     keys: int
@@ -37,7 +37,7 @@ class ResolvedMask:
     contiguous: IntLike | None = None
     query_ids: IntLike | None = None
     key_ids: IntLike | None = None
-    mask_mod: Any = None  # a mask_mod, with data of its own
+    mask_mod: Any = None  # a BoundMaskMod
 
     ALL = np.iinfo(np.int32).max // 2  # a stop that hides nothing
     BY_BATCH = ("offset", "key_stop", "query_stop")
@@ -45,14 +45,14 @@ class ResolvedMask:
     BY_KEY = ("key_ids",)
 
     def narrow(self, fields, pick) -> "ResolvedMask":
-        """The same mask with `pick` applied to the data in `fields`."""
+        """This mask with `pick` applied to the data in `fields`."""
         values = {name: getattr(self, name) for name in fields}
         return dataclasses.replace(
             self, **{name: pick(x) for name, x in values.items() if is_data(x)}
         )
 
     def with_interval(self, shape, start: IntLike, stop: IntLike) -> "ResolvedMask":
-        """The same mask under an interval of keys for each row [B, T] = `shape`."""
+        """This mask, narrowed to an interval of keys for each row; [B, T] = `shape`."""
         start, stop = (
             jnp.broadcast_to(jnp.asarray(end, jnp.int32), shape) for end in (start, stop)
         )
@@ -61,7 +61,7 @@ class ResolvedMask:
         return dataclasses.replace(self, start=start, stop=stop)
 
     def with_lengths(self, field: str, lengths) -> "ResolvedMask":
-        """The same mask under a `query_stop` or `key_stop`."""
+        """This mask, narrowed by a `query_stop` or `key_stop`."""
         stop, lengths = getattr(self, field), jnp.maximum(lengths, 0)
         new = lengths if stop is None else jnp.minimum(stop, lengths)
         return dataclasses.replace(self, **{field: new})
@@ -69,7 +69,7 @@ class ResolvedMask:
     def with_band(
         self, shape, row, left: int | None, right: int | None, offset: IntLike
     ) -> "ResolvedMask":
-        """Of the keys that are seen, those from position - left to position + right."""
+        """This mask, narrowed to the keys from position - left to position + right."""
         if left is None and right is None:
             return self
         if isinstance(offset, int):
@@ -77,7 +77,7 @@ class ResolvedMask:
             left = None if left is None else near - clip(offset - left, -REACH, REACH)
             right = None if right is None else clip(offset + right, -REACH, REACH) - near
             return dataclasses.replace(self, offset=near, left=left, right=right)
-        if max(left or 0, right or 0) > REACH:  # the offset may be as far away: ends of each row
+        if max(left or 0, right or 0) > REACH:  # the offset may be as large: each row has its ends
             end = lambda away: row + (clip(offset, away - REACH, away + REACH) - away)[:, None]
             start = 0 if left is None else end(left)
             stop = ResolvedMask.ALL if right is None else end(-right) + 1
@@ -89,9 +89,8 @@ class ResolvedMask:
         """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a
         query sees none.
 
-        The data must have been narrowed to shapes that broadcast against `row`. Ends that are the
-        same for all rows and static are ints, and so are those of one row, an int,
-        where there is no data.
+        The data must have been narrowed to shapes that broadcast against `row`. Static ends that
+        are the same for all rows are ints; so are, without data, the ends of one row, an int.
         """
         position = row + self.offset
         start, stop = 0, self.keys
@@ -118,45 +117,44 @@ class ResolvedMask:
             key, (1,) * (max(jnp.ndim(start), jnp.ndim(stop)) - jnp.ndim(key)) + jnp.shape(key)
         )
         if isinstance(start, int) and start == 0:
-            seen = key < stop
-        else:  # one comparison for both ends: what lies before the start wraps around
-            seen = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(
+            inside = key < stop
+        else:  # one comparison for both ends: a key before the start wraps around
+            inside = (key - start).astype(jnp.uint32) < jnp.maximum(stop - start, 0).astype(
                 jnp.uint32
             )
-        return seen if query_ids is None else seen & (query_ids == key_ids)
+        return inside if query_ids is None else inside & (query_ids == key_ids)
 
     def slice_chunks(self, batch: int, chunks: jax.Array, queries: int) -> "ResolvedMask":
-        """The same for some chunks of `queries` rows alone, by their indices [C], each of which
-        becomes a batch row: [B * C]."""
+        """This mask for the chunks of `queries` rows with the indices [C]; each chunk becomes a
+        batch row: [B * C]."""
         first, has_band = chunks[None] * queries, self.left is not None or self.right is not None
         each = lambda x: (x[:, None] + jnp.zeros_like(first)).reshape(-1)
-        seen = self.narrow(
+        chunked = self.narrow(
             ("query_stop",), lambda x: jnp.maximum(x[:, None] - first, 0).reshape(-1)
         ).narrow(("key_stop",), each)
         rows = lambda x: x.reshape(x.shape[0], -1, queries)[:, chunks].reshape(-1, queries)
         offset = (
             (jnp.broadcast_to(self.offset, batch)[:, None] + first).reshape(-1) if has_band else 0
         )
-        where = None if self.mask_mod is None else self.mask_mod.slice_chunks(batch, first)
-        return dataclasses.replace(seen.narrow(self.BY_QUERY, rows), offset=offset, mask_mod=where)
+        mod = None if self.mask_mod is None else self.mask_mod.slice_chunks(batch, first)
+        return dataclasses.replace(chunked.narrow(self.BY_QUERY, rows), offset=offset, mask_mod=mod)
 
     def shift_rows(self, first: jax.Array) -> "ResolvedMask":
-        """The same lengths for rows that count from 0 at the one numbered `first`."""
+        """This mask with lengths for rows that count from 0 at row `first`."""
         return self.narrow(("query_stop",), lambda x: x - first)
 
     def slice_keys(self, first: jax.Array, keys: int) -> "ResolvedMask":
-        """The same of `keys` keys alone, which count from 0 at the one numbered `first`."""
-        seen = self.narrow(("offset", "start", "stop"), lambda x: x - first)
-        seen = seen.narrow(("key_stop",), lambda x: jnp.maximum(x - first, 0))
-        seen = seen.narrow(self.BY_KEY, lambda x: jax.lax.dynamic_slice_in_dim(x, first, keys, 1))
-        where = None if self.mask_mod is None else self.mask_mod.slice_keys(first)
-        return dataclasses.replace(seen, keys=keys, mask_mod=where)
+        """This mask for `keys` keys, which count from 0 at key `first`."""
+        mask = self.narrow(("offset", "start", "stop"), lambda x: x - first)
+        mask = mask.narrow(("key_stop",), lambda x: jnp.maximum(x - first, 0))
+        mask = mask.narrow(self.BY_KEY, lambda x: jax.lax.dynamic_slice_in_dim(x, first, keys, 1))
+        mod = None if self.mask_mod is None else self.mask_mod.slice_keys(first)
+        return dataclasses.replace(mask, keys=keys, mask_mod=mod)
 
     def any_visible(self, queries: int):
-        """Whether some of the queries may see a key: a bool, or an array of one, by their intervals
-        alone."""
-        seen = self.narrow(self.BY_BATCH, lambda x: x[:, None])
-        start, stop = seen.interval(jnp.arange(queries, dtype=jnp.int32)[None])
+        """Whether any query may see a key, by the intervals alone: a bool, or an array of one."""
+        by_row = self.narrow(self.BY_BATCH, lambda x: x[:, None])
+        start, stop = by_row.interval(jnp.arange(queries, dtype=jnp.int32)[None])
         return (
             start < stop
             if isinstance(start, int) and isinstance(stop, int)
@@ -164,23 +162,23 @@ class ResolvedMask:
         )
 
     def transposed(self, queries: int) -> "ResolvedMask":
-        """The same from the keys' side, of a mask without data: `interval` of a key is the queries
-        that see it."""
+        """This mask from the keys' side, if it has no data: `interval` of a key is the queries that
+        see it."""
         return ResolvedMask(queries, self.right, self.left, -self.offset)
 
     @property
     def has_data(self) -> bool:
-        """Whether what is seen depends on arrays."""
+        """Whether the mask depends on arrays."""
         return bool(jax.tree.leaves(self))
 
     @property
     def lengths(self) -> tuple[IntLike | None, IntLike | None]:
-        """How many queries and how many keys of each batch row there are, int32 [B]; None: all."""
+        """The number of queries and of keys of each batch row, int32 [B]; None: all."""
         return self.query_stop, self.key_stop
 
     def valid(self, row: IntLike):
-        """Which of the queries [n] of a batch row may see a key by their lengths, bool [B, n];
-        None: all."""
+        """Whether the queries [n] lie within the lengths of each batch row, bool [B, n]; None: all
+        do."""
         return None if self.query_stop is None else row[None] < self.query_stop[:, None]
 
     def __str__(self):

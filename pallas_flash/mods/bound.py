@@ -1,4 +1,4 @@
-"""A traced mod together with all that a call evaluates it for: its arrays, batch rows, heads and
+"""A traced mod bound to a call: with its arrays, and the indices of the batch rows, heads and
 positions."""
 
 import dataclasses
@@ -28,7 +28,7 @@ class BoundMod:
     head: Any = None
 
     def indices(self, batch: IntLike, heads: IntLike) -> tuple[IntLike, IntLike]:
-        """b [B] and h [N] of this number of batch rows and heads; [0] where the mod does not use
+        """The indices b [B] and h [N] of so many batch rows and heads; [0] if the mod does not use
         them."""
 
         def one(is_used, known, n):
@@ -40,7 +40,7 @@ class BoundMod:
         return b, one(self.mod.uses_head, self.head, heads)
 
     def pairs(self, batch: IntLike, heads: IntLike, row, key) -> tuple[jax.Array, ...]:
-        """b, h, q_idx and kv_idx of the pairs of some rows and keys, to broadcast against [B, N,
+        """b, h, q_idx and kv_idx of all pairs of `row` and `key`, which broadcast against [B, N,
         rows, keys]."""
         b, h = self.indices(batch, heads)
         position = row[None] + (
@@ -49,18 +49,18 @@ class BoundMod:
         return b[:, None, None, None], h[:, None, None], position[:, None, :, None], key
 
     def slice_chunks(self, size: int, first):
-        """The same where each of `size` batch rows is cut into chunks, which begin at the rows
-        `first` [C]: [B * C]."""
+        """The mod for chunks of `size` batch rows. They begin at the rows `first` [C] and become
+        batch rows: [B * C]."""
         offset = (jnp.broadcast_to(self.offset, size)[:, None] + first.reshape(1, -1)).reshape(-1)
         batch = jnp.repeat(self.indices(size, 1)[0], first.size) if self.mod.uses_batch else None
         return dataclasses.replace(self, offset=offset, batch=batch)
 
     def take_rows(self, pick: Callable):
-        """The same for the batch rows that `pick` takes of an array [B]."""
+        """The mod for the batch rows that `pick` takes from an array [B]."""
         return dataclasses.replace(self, offset=pick(self.offset), batch=pick(self.batch))
 
     def slice_keys(self, first):
-        """The same where kv_idx counts from 0 at key `first`, which becomes a captured array."""
+        """The mod with kv_idx counted from key `first`, which becomes a captured array."""
         return dataclasses.replace(
             self, mod=self.mod.with_first_key, arrays=(*self.arrays, jnp.asarray(first, jnp.int32))
         )
@@ -72,7 +72,7 @@ class BoundMod:
 
     @property
     def why_not_flat(self) -> str | None:
-        """Why its arrays cannot be indexed as flat vectors, or None."""
+        """Why the arrays cannot be indexed as flat vectors, or None."""
         shapes = [self.mod.arrays[read.array].aval.shape for read in self.mod.reads]
         large = next((shape for shape in shapes if math.prod(shape) >= 2**31), None)
         return large and (
@@ -81,18 +81,19 @@ class BoundMod:
         )
 
     def read_captured(self, read: Callable, *indices: IntLike) -> list[tuple[tuple, jax.Array]]:
-        """For each read its index and the values `read(array, index)`, no larger than those of the
-        `indices` b, h, q_idx and kv_idx on which it depends."""
-        found = []
+        """The index and the values `read(array, index)` of each read. They have the shapes of those
+        of the `indices` b, h, q_idx and kv_idx that the index depends on."""
+        captured = []
         for at in self.mod.reads:
             used = [x if n in at.depends_on else 0 for n, x in enumerate(indices)]
-            values = [value for _, value in found]
+            values = [value for _, value in captured]
             index = vectorize(self.mod.index, *used, *values) if at.by_axis else ()
             dtype = self.mod.arrays[at.array].aval.dtype
-            found.append((index, read(at.array, index).astype(dtype)))
-        return found
+            captured.append((index, read(at.array, index).astype(dtype)))
+        return captured
 
     def evaluate(self, values, *scalars) -> jax.Array:
-        """The mod's result for arrays of its scalars, which broadcast, where it reads `values`."""
+        """The mod's result for the `values` of its reads, and arrays of its scalars, which
+        broadcast."""
         count = len(scalars)
         return vectorize(lambda *x: self.mod.result(x[:count], x[count:]), *scalars, *values)

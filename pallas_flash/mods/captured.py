@@ -1,5 +1,5 @@
-"""What a mod reads of the arrays that it captures, scalar by scalar, apart from what it computes
-with them: the caller does the reading."""
+"""Splits a mod into the scalars that it reads from captured arrays and what it computes with them,
+since a kernel does the reading."""
 
 import functools
 import math
@@ -19,12 +19,12 @@ from pallas_flash.mods.derivatives import jaxpr_of, programs_in
 
 ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"
 
-PAIR = {2, 3}  # of a mod's scalars: q_idx and kv_idx, which differ within a tile
+PAIR = {2, 3}  # the mod's scalars q_idx and kv_idx, which differ within a tile
 
 
 class ArrayRef(NamedTuple):
-    """What a mod has indexed of captured array number `array`: from the index `start` on, along
-    those `axes` that are left."""
+    """A slice of captured array number `array`, which a mod has indexed: it begins at the index
+    `start`, and has the `axes` that are left."""
 
     array: int
     start: tuple[IntLike, ...]
@@ -40,7 +40,7 @@ class ArrayRef(NamedTuple):
         return self._replace(start=tuple(moved), shape=tuple(sizes))
 
     def without(self, dimensions) -> "ArrayRef":
-        """Without some of its axes, of size 1."""
+        """The slice without these dimensions, each of size 1."""
         left = [i for i in range(len(self.axes)) if i not in dimensions]
         return self._replace(
             axes=tuple(self.axes[i] for i in left), shape=tuple(self.shape[i] for i in left)
@@ -48,8 +48,8 @@ class ArrayRef(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One place where a mod reads: the number of the array, and for each of its axes on which of
-    the mod's scalars the index depends."""
+    """A scalar that a mod reads: the number of the array, and for each of its axes the scalars of
+    the mod that the index depends on."""
 
     array: int
     by_axis: tuple[frozenset[int], ...]
@@ -60,35 +60,35 @@ class Read(NamedTuple):
 
     @property
     def axes(self) -> tuple[list[int], list[int]]:
-        """The axes whose index is one for all pairs of a batch row and head, and the others."""
+        """The axes with one index for all pairs of a batch row and head, and the other axes."""
         differ = [axis for axis, numbers in enumerate(self.by_axis) if numbers & PAIR]
         return [axis for axis in range(len(self.by_axis)) if axis not in differ], differ
 
 
 class Split(NamedTuple):
-    """A mod with the scalars that it reads as inputs: `jaxpr` takes its scalars and then these
+    """A mod with the values that it reads as inputs: `jaxpr` takes the mod's scalars and then these
     values, and returns the index of each read, axis by axis, and the mod's result."""
 
     reads: tuple[Read, ...]
     jaxpr: Any
 
     def index(self, n: int) -> list:
-        """The variables of the index of read number n."""
+        """The variables that hold the index of read number n."""
         first = sum(len(read.by_axis) for read in self.reads[:n])
         return self.jaxpr.outvars[first : first + len(self.reads[n].by_axis)]
 
 
 def split(jaxpr, scalars: list[jax.ShapeDtypeStruct]) -> Split:
-    """Of a mod, the program of its captured arrays and then these scalars."""
+    """Splits the program of a mod, which takes its captured arrays and then these scalars."""
     arrays = [x.aval for x in jaxpr.invars[: len(jaxpr.invars) - len(scalars)]]
-    found = []  # (array, number of axes) of each read
+    indexed = []  # (array, number of axes) of each read
 
     def program(scalars, values):
         values, indices = iter(values), []
-        found.clear()
+        indexed.clear()
 
         def read(array, index):
-            found.append((array, len(index)))
+            indexed.append((array, len(index)))
             indices.extend(jnp.asarray(i, jnp.int32) for i in index)
             return next(values, jnp.zeros((), arrays[array].dtype))
 
@@ -100,11 +100,11 @@ def split(jaxpr, scalars: list[jax.ShapeDtypeStruct]) -> Split:
         return indices, jnp.asarray(call(jaxpr, (*refs, *scalars), each)[0])
 
     jax.eval_shape(program, scalars, ())
-    values = [jax.ShapeDtypeStruct((), arrays[array].dtype) for array, _ in found]
+    values = [jax.ShapeDtypeStruct((), arrays[array].dtype) for array, _ in indexed]
     made = jax.make_jaxpr(program)(scalars, values).jaxpr
     depends_on = iter(_dependences(made))
     reads, inputs = [], {n: frozenset([n]) for n in range(len(scalars))}
-    for array, axes in found:
+    for array, axes in indexed:
         axis = lambda: frozenset().union(*(inputs[n] for n in next(depends_on)))
         reads.append(Read(array, tuple(axis() for _ in range(axes))))
         inputs[len(inputs)] = reads[-1].depends_on
@@ -112,7 +112,7 @@ def split(jaxpr, scalars: list[jax.ShapeDtypeStruct]) -> Split:
 
 
 def _dependences(jaxpr) -> list[frozenset[int]]:
-    """On which of a program's inputs each of its outputs depends."""
+    """The inputs of a program that each of its outputs depends on."""
     known = {x: frozenset([n]) for n, x in enumerate(jaxpr.invars)}
     inputs = lambda variables: frozenset().union(
         *(known.get(x, ()) for x in variables if not isinstance(x, Literal))
@@ -123,7 +123,7 @@ def _dependences(jaxpr) -> list[frozenset[int]]:
 
 
 def flat_index(index: tuple, shape: tuple[int, ...]):
-    """The place of an index in an array of this shape."""
+    """The index into the flattened array of this shape."""
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     place = np.int32(0)
     for i, step in zip(index, steps, strict=True):
@@ -132,19 +132,18 @@ def flat_index(index: tuple, shape: tuple[int, ...]):
 
 
 def needed(eqns, outvars) -> list:
-    """The equations on which these variables depend."""
-    found, variables = [], set(map(id, outvars))
+    """The equations that these variables depend on."""
+    selected, variables = [], set(map(id, outvars))
     for eqn in reversed(eqns):
         if variables & set(map(id, eqn.outvars)):
             variables |= set(map(id, eqn.invars))
-            found.append(eqn)
-    return found[::-1]
+            selected.append(eqn)
+    return selected[::-1]
 
 
 def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
-    """The outputs of one equation; a jitted function is inlined, and what an array varies over
-    follows from the inputs. Where an ArrayRef is indexed down to a scalar, this is `read(array,
-    index)`."""
+    """Evaluates one equation. A jitted function is inlined, and what an array varies over follows
+    from the inputs. An ArrayRef that is indexed down to a scalar becomes `read(array, index)`."""
     name, refs = eqn.primitive.name, [x for x in inputs if isinstance(x, ArrayRef)]
     if name == "pvary":
         return inputs
@@ -162,8 +161,8 @@ def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
 
 
 def run(eqns, outvars, known: dict, bind: Callable = bind) -> list[Any]:
-    """The values of `outvars` by these equations from what is known; bind(equation, inputs) are the
-    outputs of one."""
+    """The values of `outvars`, by these equations from the `known` variables; bind(equation,
+    inputs) evaluates one."""
     value = lambda x: x.val if isinstance(x, Literal) else known[x]
     for eqn in eqns:
         known |= zip(eqn.outvars, bind(eqn, [value(x) for x in eqn.invars]), strict=True)
@@ -171,7 +170,7 @@ def run(eqns, outvars, known: dict, bind: Callable = bind) -> list[Any]:
 
 
 def call(program, inputs, bind: Callable = bind) -> list[Any]:
-    """The results of a program, with its constants or without."""
+    """The results of a program, closed or not."""
     inner, consts = jaxpr_of(program), getattr(program, "consts", ())
     variables = zip((*inner.constvars, *inner.invars), (*consts, *inputs), strict=True)
     return run(inner.eqns, inner.outvars, dict(variables), bind)
@@ -194,7 +193,7 @@ def _not_a_scalar(name: str, shape: tuple[int, ...]) -> TypeError:
 
 def _arrays_inside(eqn):
     """The shapes of the arrays that jax has written into the program of a loop or branch, as with
-    jax_use_simplified_jaxpr_constants; without it they are inputs."""
+    jax_use_simplified_jaxpr_constants. Without that flag they are inputs."""
     for inner in programs_in(eqn):
         for inside in inner.eqns:
             literals = [x for x in inside.invars if isinstance(x, Literal)]
@@ -206,8 +205,8 @@ def _read(ref: ArrayRef, read: Callable):
     return ref if ref.axes else read(ref.array, ref.start)
 
 
-# ---- what indexes an ArrayRef: the new one, whether it lies inside (None: it does), and what is
-# there if not ----
+# ---- operations that index an ArrayRef: each returns the new ArrayRef, whether it lies inside of
+# the array (None: it does), and the value if not ----
 
 
 def _dynamic_slice(params, ref: ArrayRef, *starts):

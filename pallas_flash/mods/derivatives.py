@@ -1,8 +1,8 @@
-"""A function with derivatives of its own, a jax.custom_jvp or jax.custom_vjp, as programs.
+"""jax.custom_jvp and jax.custom_vjp functions as programs.
 
-jax keeps such a function as Python functions, new ones each time that it traces: they equal no
-others, and hold all that they close over. `close` puts programs in their place, of the function and
-of its first derivatives; `reopen` makes functions of these again, which hold nothing else.
+jax represents such a function by Python functions, new ones at each trace, which equal no others
+and hold all that they close over. `close` replaces them by programs: of the function, and of its
+first derivatives. `reopen` makes functions of these programs, which hold nothing else.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,19 @@ import numpy as np
 
 from pallas_flash.jax_support.jax_internals import Primitive, jaxpr_as_fun
 
-ORDERS = 3  # how many derivatives are kept; the second is that of a Hessian
+ORDERS = 3  # derivatives of a closed function; a Hessian takes two
 
 # Parameters: `value` and `derivative`, programs. jax never sees these equations.
 custom_jvp_p, custom_vjp_p = Primitive("custom_jvp"), Primitive("custom_vjp")
 
 
 def any_mesh():
-    """The context in which a program is traced that is the same on any mesh."""
+    """The context for tracing a program that is the same on any mesh."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def jaxpr_of(x: Any):
-    """The program that a parameter of an equation is, with its constants or without; else None."""
+    """The jaxpr of a parameter of an equation, closed or not; None if it is no program."""
     inner = getattr(x, "jaxpr", x)
     return inner if hasattr(inner, "eqns") else None
 
@@ -38,7 +38,7 @@ def programs_in(eqn) -> list:
 
 
 class Effect(Exception):
-    """An operation that a mod may not have."""
+    """Raised for an operation with an effect, which no mod may have."""
 
 
 def refuse_effects(eqns):
@@ -48,15 +48,14 @@ def refuse_effects(eqns):
 
 
 def close(jaxpr, orders: int = ORDERS):
-    """The program with programs in place of functions with derivatives of their own, in loops
-    too."""
+    """Replaces custom_jvp and custom_vjp functions by programs, in loops too."""
 
     def new(eqn):
         if eqn.primitive.name not in _KINDS:
             return None
         primitive, derive, _ = _KINDS[eqn.primitive.name]
         inputs, outputs = (list(map(_shape, x)) for x in (eqn.invars, eqn.outvars))
-        # nobody asks for a derivative of the value
+        # the value is not differentiated
         value = _closed(jaxpr_as_fun(eqn.params["call_jaxpr"]), inputs, 0)
         bind = lambda *x: eqn.primitive.bind(*x, **eqn.primitive.get_bind_params(eqn.params))
         derivative = _closed(*derive(bind, inputs, outputs), orders - 1) if orders else None
@@ -66,7 +65,7 @@ def close(jaxpr, orders: int = ORDERS):
 
 
 def reopen(jaxpr):
-    """The program that `close` was given, with new functions."""
+    """The inverse of `close`, with new functions."""
 
     def new(eqn):
         opened = next((f for p, _, f in _KINDS.values() if p is eqn.primitive), None)
@@ -104,12 +103,12 @@ def _shape(x) -> jax.ShapeDtypeStruct:
 
 
 def _with(program, jaxpr):
-    """The program with another jaxpr in it; it may be one itself."""
+    """The program, closed or not, with another jaxpr."""
     return jaxpr if jaxpr_of(program) is program else program.replace(jaxpr=jaxpr)
 
 
 def _replace_equations(jaxpr, new: Callable):
-    """The program with new(equation), where it is not None, in place of equations, in loops too."""
+    """Replaces each equation by new(equation), unless that is None, in loops too."""
 
     def inside(x):
         if isinstance(x, tuple) and any(jaxpr_of(each) is not None for each in x):  # of a cond
@@ -131,16 +130,16 @@ def _replace_equations(jaxpr, new: Callable):
     return jaxpr if is_same else jaxpr.replace(eqns=eqns)
 
 
-# ---- the derivative as a function of arrays with a derivative, and the function again ----
+# ---- a rule as a function of the arrays that have a derivative, and the function with that rule
 
 
-def _of_jvp(bind: Callable, inputs: list, outputs: list) -> tuple[Callable, list]:
-    """(*primals, *tangents) -> (*results, *their tangents), and the shapes of what it takes."""
+def _jvp_rule(bind: Callable, inputs: list, outputs: list) -> tuple[Callable, list]:
+    """The function (*primals, *tangents) -> (*results, *tangents), and the shapes of its inputs."""
 
     def derivative(*x):
         primals, tangents = x[: len(inputs)], _fill(x[len(inputs) :], inputs, _no_tangent)
-        results, of_results = jax.jvp(bind, primals, tuple(tangents))
-        return *results, *_floats(of_results, outputs)
+        results, out_tangents = jax.jvp(bind, primals, tuple(tangents))
+        return *results, *_floats(out_tangents, outputs)
 
     return derivative, [*inputs, *_floats(inputs, inputs)]
 
@@ -156,8 +155,9 @@ def _custom_jvp(value: Callable, derivative: Callable, inputs: list, outputs: li
     return function
 
 
-def _of_vjp(bind: Callable, inputs: list, outputs: list) -> tuple[Callable, list]:
-    """(*primals, *cotangents) -> the primals' cotangents, and the shapes of what it takes."""
+def _vjp_rule(bind: Callable, inputs: list, outputs: list) -> tuple[Callable, list]:
+    """The function (*primals, *cotangents) -> cotangents of the primals, and the shapes of its
+    inputs."""
 
     def derivative(*x):
         _, pull = jax.vjp(bind, *x[: len(inputs)])
@@ -178,8 +178,8 @@ def _custom_vjp(value: Callable, derivative: Callable, inputs: list, outputs: li
 
 
 _KINDS = {
-    "custom_jvp_call": (custom_jvp_p, _of_jvp, _custom_jvp),
-    "custom_vjp_call": (custom_vjp_p, _of_vjp, _custom_vjp),
+    "custom_jvp_call": (custom_jvp_p, _jvp_rule, _custom_jvp),
+    "custom_vjp_call": (custom_vjp_p, _vjp_rule, _custom_vjp),
 }
 
 
@@ -188,12 +188,12 @@ def _has_derivative(x: jax.ShapeDtypeStruct) -> bool:
 
 
 def _floats(x, like: list) -> list:
-    """Those that have a derivative."""
+    """The entries of x that have a derivative."""
     return [a for a, shape in zip(x, like, strict=True) if _has_derivative(shape)]
 
 
 def _fill(x, like: list, other: Callable) -> list:
-    """The `_floats` x, and what is `other` for those without a derivative."""
+    """The inverse of `_floats`, with other(shape) for each entry that has no derivative."""
     x = iter(x)
     return [next(x) if _has_derivative(shape) else other(shape) for shape in like]
 

@@ -14,7 +14,7 @@ from pallas_flash.mods.traced import INDEX, TracedMod, describe, trace_function,
 
 
 def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedMod, tuple]:
-    """A mask_mod as a program, and the arrays that it captures."""
+    """Traces a mask_mod: its program, and the arrays that it captures."""
     if not callable(mask_mod):
         raise TypeError(
             "masks.MaskMod takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got "
@@ -39,7 +39,7 @@ class BoundMaskMod(BoundMod):
     """The mask_mod of a call: which queries see which keys.
 
     `block_types`, int8 [B | 1, N | 1, tiles, tiles], are the types of its blocks of `block_size`
-    queries and keys, as in masks/block_types.py; None: not known yet.
+    queries and keys, as in masks/block_types.py; None if they are not known yet.
     """
 
     block_types: Any = None
@@ -51,5 +51,5 @@ class BoundMaskMod(BoundMod):
         )
 
     def visible(self, b: IntLike, h: IntLike, position: IntLike, key: IntLike) -> jax.Array:
-        """bool, of the shape that the arguments broadcast to."""
+        """Whether the queries see the keys: bool, of the shape that the arguments broadcast to."""
         return vectorize(lambda *x: self.mod(self.arrays, *x), b, h, position, key)

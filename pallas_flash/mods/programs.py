@@ -1,7 +1,7 @@
-"""What tells two programs apart, and a program in a pickle.
+"""Compares programs by what they compute, and pickles them.
 
-Printed text does not tell them apart: in it all functions lie at 0xXXXX, any object may print as
-another, and large arrays are "...".
+Printed text is no substitute for a comparison: in it all functions lie at 0xXXXX, any object may
+print as another, and large arrays are "...".
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from pallas_flash.mods import derivatives
 
 
 def key(jaxpr) -> Hashable:
-    """Equal for two programs that do the same, equation by equation, on the same values. Of a
-    parameter of no known kind its own == counts; where it has no hash, only itself is equal."""
+    """A key that is equal for programs with the same equations on the same values. A parameter of
+    an unknown type is compared by its ==, or if it has no hash by identity."""
     numbers = {}
 
     def known(x):
@@ -65,7 +65,7 @@ def _value(x: Any) -> Hashable:
 
 
 class _Itself:
-    """Equal to nothing else."""
+    """Compares a value by identity."""
 
     def __init__(self, x):
         self.x = x
@@ -78,7 +78,7 @@ class _Itself:
 
 
 def has_name(of: Hashable) -> bool:
-    """Whether the text of a key tells it from all others, in other processes too."""
+    """Whether the repr of a key identifies it, in other processes too."""
     if isinstance(of, tuple):
         return all(map(has_name, of))
     origin = type(of).__module__.partition(".")[0]
@@ -89,7 +89,7 @@ def has_name(of: Hashable) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Also of what jax 0.12 pickles not at all, or makes another thing of."""
+    """Pickles what jax 0.12 cannot pickle, or restores as something else."""
 
     def reducer_override(self, x):
         if isinstance(x, Primitive):

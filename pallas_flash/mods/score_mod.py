@@ -1,4 +1,4 @@
-"""A score_mod: what it makes of each logit, and its derivative by jax's autodiff."""
+"""A score_mod: the new scores that it computes, and their derivatives by jax's autodiff."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,14 +18,14 @@ SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 
 @pytrees.dataclass(static=("mod",))
 class BoundScoreMod(BoundMod):
-    """The score_mod of a call. Its `arrays` are the tables, floats, and then the others."""
+    """The score_mod of a call. The first of its `arrays` are its tables: those of floats."""
 
     @classmethod
     def bind(
         cls, score_mod: Any, dtype, offset: IntLike = 0, batch: int | None = None
     ) -> "BoundScoreMod":
-        """That of a score_mod of scores of this dtype. One that `with_indices` has made already
-        gets this offset and number of batch rows."""
+        """Traces a score_mod for scores of this dtype. One that `with_indices` has bound gets this
+        offset and number of batch rows."""
         score = score_mod if isinstance(score_mod, cls) else trace(score_mod, dtype)
         rows = (
             score.batch if score.batch is None or batch is None else jnp.reshape(score.batch, batch)
@@ -54,12 +54,12 @@ class BoundScoreMod(BoundMod):
         return self.mod.primitives | traced.primitives(program.jaxpr) - {"reduce_sum"}
 
     def with_indices(self, batch: tuple[int, ...], heads: int) -> "BoundScoreMod":
-        """The same with the indices of batch rows and heads as arrays, where it uses them."""
+        """This score_mod with the indices of batch rows and heads as arrays, if it uses them."""
         return dataclasses.replace(self, **self.mod.index_arrays(batch, heads))
 
     def pack_gqa(self, batch: int, heads: int, queries: int, group: int) -> "BoundScoreMod":
-        """The same for rows of `decode.pack_gqa`: row r of a key head is token r // group of its
-        query head r % group. It reads the head and the position of a row, as any captured array."""
+        """This score_mod for rows of `decode.pack_gqa`: row r of a key head is token r // group of
+        its query head r % group. It reads the head and the position of a row as captured arrays."""
         b, h = (
             jnp.broadcast_to(x, n)
             for x, n in zip(self.indices(batch, heads), (batch, heads), strict=True)
@@ -70,15 +70,14 @@ class BoundScoreMod(BoundMod):
         return self._with_rows(b, position, h.reshape(-1, group)[:, row % group])
 
     def with_positions(self, positions) -> "BoundScoreMod":
-        """The same for rows with these q_idx, int32 [B, T], which it reads as any captured
-        array."""
+        """This score_mod for rows with these q_idx, int32 [B, T], which become a captured array."""
         batch = self.indices(positions.shape[0], 1)[0]
-        found = self._with_rows(jnp.broadcast_to(batch, positions.shape[:1]), positions)
-        return dataclasses.replace(found, head=self.head)
+        mod = self._with_rows(jnp.broadcast_to(batch, positions.shape[:1]), positions)
+        return dataclasses.replace(mod, head=self.head)
 
-    def _with_rows(self, *of_row) -> "BoundScoreMod":
-        mod = self.mod.with_rows(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in of_row))
-        return BoundScoreMod(mod, (*self.arrays, *of_row))
+    def _with_rows(self, *indices) -> "BoundScoreMod":
+        mod = self.mod.with_rows(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in indices))
+        return BoundScoreMod(mod, (*self.arrays, *indices))
 
     def captured_by_head(self, batch: int, heads: int) -> list[tuple[tuple, jax.Array]]:
         """The reads of these batch rows and heads, [B | 1, N | 1], at the first position and
@@ -94,25 +93,21 @@ class BoundScoreMod(BoundMod):
         return self.evaluate(values, *indices, s)
 
     def vjp(self, s, read: Callable, *indices: IntLike):
-        """As `apply`, with the backward: it takes the cotangent of the new scores, and returns that
-        of s and the (array, index, cotangent) of each read of a table.
+        """As `apply`, with the backward, which maps the cotangent of the new scores to that of s
+        and to the (array, index, cotangent) of each read of a table.
 
-        Where the cotangent is 0, as of a pair that a mask hides, so are the others: the score_mod
+        Where the cotangent is 0, as for a pair that a mask hides, all results are 0: the score_mod
         may have no derivative there.
         """
-        found = self.read_captured(read, *indices)
-        is_table = [self._is_table(at.array) for at in self.mod.reads]
-        tables = [
-            jnp.broadcast_to(value, s.shape)
-            for (_, value), t in zip(found, is_table, strict=True)
-            if t
-        ]
+        captured, reads = self.read_captured(read, *indices), self.mod.reads
+        tables = {
+            n: jnp.broadcast_to(value, s.shape)
+            for n, (_, value) in enumerate(captured)
+            if self._is_table(reads[n].array)
+        }
 
         def evaluate(s, tables):
-            tables = iter(tables)
-            values = [
-                next(tables) if t else value for (_, value), t in zip(found, is_table, strict=True)
-            ]
+            values = [tables.get(n, value) for n, (_, value) in enumerate(captured)]
             return self.evaluate(values, *indices, s)
 
         new, pull = jax.vjp(evaluate, s, tables)
@@ -120,32 +115,28 @@ class BoundScoreMod(BoundMod):
         def backward(d_new):
             where_used = lambda d: jnp.where(d_new == 0, jnp.zeros_like(d), d)
             ds, d_tables = pull(d_new)
-            reads = [
-                (at.array, index, value)
-                for at, (index, value), t in zip(self.mod.reads, found, is_table, strict=True)
-                if t
-            ]
             return where_used(ds), [
-                (array, index, _summed(where_used(d), value))
-                for (array, index, value), d in zip(reads, d_tables, strict=True)
+                (reads[n].array, index, _summed(where_used(d_tables[n]), value))
+                for n, (index, value) in enumerate(captured)
+                if n in tables
             ]
 
         return new, backward
 
 
 def _summed(x, like):
-    """x, in its sum's precision, summed to a shape that broadcasts to its own."""
+    """x in the precision of sums, summed to a shape that broadcasts to that of `like`."""
     x = x.astype(np.promote_types(x.dtype, np.float32))  # jax's raises where promotion is strict
-    more = jnp.ndim(x) - jnp.ndim(like)
+    lead = jnp.ndim(x) - jnp.ndim(like)
     axes = tuple(
-        axis for axis, n in enumerate(jnp.shape(like), more) if n == 1 and x.shape[axis] != 1
+        axis for axis, n in enumerate(jnp.shape(like), lead) if n == 1 and x.shape[axis] != 1
     )
     x = jnp.sum(x, axes, keepdims=True) if axes else x
-    return jnp.sum(x, tuple(range(more))) if more else x
+    return jnp.sum(x, tuple(range(lead))) if lead else x
 
 
 def trace(score_mod: Any, dtype) -> BoundScoreMod:
-    """The BoundScoreMod of a score_mod of scores of this dtype."""
+    """Traces a score_mod for scores of this dtype."""
     if not callable(score_mod):
         raise TypeError(
             f"score_mod must be a function {SIGNATURE} that returns the new score; got "
@@ -163,13 +154,13 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
             f"{SIGNATURE} must return one scalar of the score's dtype, {scalar.dtype}[]; got "
             f"{traced.describe(out)}.{hint}"
         )
-    found = traced.TracedMod(
+    mod = traced.TracedMod(
         jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__)
     )
-    if any(4 in at.depends_on for at in found.reads):
+    if any(4 in at.depends_on for at in mod.reads):
         raise TypeError(
             f"{SIGNATURE} may index arrays by b, h, q_idx and kv_idx; got an index that depends on "
             "the score."
         )
     wide = lambda x: x.astype(scalar.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-    return BoundScoreMod(found, tuple(wide(jnp.asarray(x)) for x in arrays))
+    return BoundScoreMod(mod, tuple(wide(jnp.asarray(x)) for x in arrays))

@@ -41,12 +41,12 @@ class TracedMod:
 
     @property
     def text(self) -> str:
-        """To look for types in; it tells no programs apart."""
+        """The program as printed, to look for types in; different programs may print alike."""
         return str(self.jaxpr)
 
     @property
     def fingerprint(self) -> str | None:
-        """Equal for equal programs alone, in other processes too; None: no text is."""
+        """Text that identifies the program, in other processes too; None if no text does."""
         return repr(self._key) if programs.has_name(self._key) else None
 
     def __reduce__(self):
@@ -56,7 +56,7 @@ class TracedMod:
         return self
 
     def __call__(self, arrays, *scalars: IntLike) -> jax.Array:
-        """Of scalars; `vectorize` takes arrays."""
+        """The result for scalars; `vectorize` takes arrays."""
         return captured.call(self.jaxpr, (*arrays, *self.typed(*scalars)))[0]
 
     def typed(self, *scalars: IntLike) -> list[jax.Array]:
@@ -65,19 +65,19 @@ class TracedMod:
         ]
 
     def index_arrays(self, batch: tuple[int, ...], heads: int) -> dict[str, Any]:
-        """The indices of the batch rows [*batch] and of the heads, None where it does not use
+        """The indices of the batch rows [*batch] and of the heads; None if the mod does not use
         them."""
         b = np.arange(np.prod(batch), dtype=np.int32).reshape(batch) if self.uses_batch else None
         return dict(batch=b, head=np.arange(heads, dtype=np.int32) if self.uses_head else None)
 
     @functools.cached_property
     def with_first_key(self) -> "TracedMod":
-        """The same where kv_idx counts from 0 at another key, which is one more array, the last."""
+        """This mod with kv_idx counted from another key, its new last array."""
         return self._with_arrays(lambda first, b, h, q, k: (b, h, q, k + first), INDEX)
 
-    def with_rows(self, *more: jax.ShapeDtypeStruct) -> "TracedMod":
-        """The same for rows whose b and q_idx are looked up in two more arrays, the last: [B] and
-        [B, rows]; and, if there is a third, whose h is looked up in that, [K, rows]."""
+    def with_rows(self, *new: jax.ShapeDtypeStruct) -> "TracedMod":
+        """This mod for rows whose b and q_idx are looked up in its new last arrays, [B] and [B,
+        rows]; and, if there is a third, whose h is looked up in that, [K, rows]."""
         at = lambda x, *index: lax.dynamic_slice(x, index, (1,) * x.ndim).reshape(())
 
         def indices(batch, position, *head_and_scalars):
@@ -86,19 +86,20 @@ class TracedMod:
             h_here = at(*head, h, row) if head and self.uses_head else h
             return b_here, h_here, at(position, b, row), k
 
-        return self._with_arrays(indices, *more)
+        return self._with_arrays(indices, *new)
 
-    def _with_arrays(self, indices: Callable, *more: jax.ShapeDtypeStruct) -> "TracedMod":
-        """The same of the b, h, q_idx and kv_idx that indices(*more arrays, *those) gives."""
+    def _with_arrays(self, indices: Callable, *new: jax.ShapeDtypeStruct) -> "TracedMod":
+        """This mod, evaluated for the b, h, q_idx and kv_idx that indices(*new, *those given)
+        returns."""
 
-        def moved(arrays, more, b, h, q, k, *score):
-            return self(arrays, *indices(*more, b, h, q, k), *score)
+        def moved(arrays, new, b, h, q, k, *score):
+            return self(arrays, *indices(*new, b, h, q, k), *score)
 
         shape = lambda x: jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
         arrays, scalars = list(map(shape, self.arrays)), map(shape, self.scalars)
         with any_mesh():
-            jaxpr = jax.make_jaxpr(moved)(arrays, more, *scalars).jaxpr
-        return TracedMod(jaxpr, len(arrays) + len(more), self.name)
+            jaxpr = jax.make_jaxpr(moved)(arrays, new, *scalars).jaxpr
+        return TracedMod(jaxpr, len(arrays) + len(new), self.name)
 
     @functools.cached_property
     def _split(self) -> captured.Split:
@@ -108,17 +109,18 @@ class TracedMod:
 
     @property
     def reads(self) -> tuple[captured.Read, ...]:
-        """What it reads of its arrays, one scalar after the other."""
+        """The scalars that the mod reads from its arrays, in order."""
         return self._split.reads
 
     def index(self, *x) -> tuple[jax.Array, ...]:
-        """The index of the next read, of b, h, q_idx, kv_idx and the values of all reads before."""
+        """The index of the next read, from b, h, q_idx, kv_idx and the values of all reads
+        before."""
         inputs = self._split.jaxpr.invars
         known = *inputs[:4], *inputs[len(self.scalars) :][: len(x) - 4]
         return tuple(self._run(self._split.index(len(x) - 4), known, x))
 
     def result(self, scalars, values) -> jax.Array:
-        """What it returns where it reads these values."""
+        """The mod's result for these values of its reads."""
         jaxpr = self._split.jaxpr
         return self._run(jaxpr.outvars[-1:], jaxpr.invars, (*scalars, *values))[0]
 
@@ -128,7 +130,7 @@ class TracedMod:
 
     @property
     def primitives(self) -> set[str]:
-        """The names of the primitives it is made of, but for its reads."""
+        """The names of the primitives of the mod, without its reads."""
         return primitives(self._split.jaxpr)
 
 
@@ -137,8 +139,8 @@ def _load(program: bytes, arrays: int, name: str) -> TracedMod:
 
 
 def primitives(jaxpr) -> set[str]:
-    """The names of the primitives that a program is made of, loops too; fmod is rem of floats, and
-    a scan says how it runs."""
+    """The names of the primitives of a program, those of loops too; fmod is rem of floats, and a
+    scan's name says how it runs."""
     return set(_operations(jaxpr))
 
 
@@ -159,7 +161,7 @@ def _operations(jaxpr):
 
 
 def describe(out) -> str:
-    """What a function returned, by its shape."""
+    """The type of a function's result, in words."""
     return f"{out.dtype}{list(out.shape)}" if hasattr(out, "shape") else type(out).__name__
 
 
@@ -172,8 +174,8 @@ HINTS = {
 
 
 def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any]:
-    """The program of a user's function, the arrays that it captures, floats first, and the shape of
-    its result. What depends on these arrays alone is computed here and now."""
+    """Traces a user's function: its program, the arrays that it captures, floats first, and the
+    shape of its result. What depends on these arrays alone is computed now."""
     try:
         with any_mesh():
             return _traced(function, *shapes)
@@ -189,12 +191,12 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
             f"needs, or not at all; got `{effect}`. Call jax.debug.print, checkify.check and the "
             "like outside, on the call's arrays or with attention_weights."
         ) from None
-        # jax's, without words: an array varies in a shard_map that checks its types
     except AssertionError as error:
-        here = jax.sharding.get_abstract_mesh()
-        if not here.manual_axes:
+        # without words, if an array varies in a shard_map that checks its types
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.manual_axes:
             raise
-        if not here.explicit_axes:
+        if not mesh.explicit_axes:
             return _traced(function, *shapes)
         raise NotImplementedError(
             f"{signature} reads an array that varies in a shard_map that checks its types and "
@@ -205,8 +207,8 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
 
 
 class _Constant:
-    """The variable of an array that is written into a program, as jax does where
-    jax_use_simplified_jaxpr_constants is set."""
+    """The variable of an array that is written into a program, as with
+    jax_use_simplified_jaxpr_constants."""
 
     def __init__(self, aval):
         self.aval = aval
@@ -218,20 +220,20 @@ def _is_array(x) -> bool:
 
 def _traced(function, *shapes):
     written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
-    # with the arrays that jitted functions close over
+    # jitted functions are inlined, with the arrays that they close over
     closed = jax.make_jaxpr(lambda *scalars: captured.call(written, scalars))(*shapes)
     jaxpr, left = closed.jaxpr, []
     known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     for eqn in jaxpr.eqns:
         if any(map(_is_array, eqn.invars)):
-            found = [_Constant(x.aval) if _is_array(x) else x for x in eqn.invars]
-            known |= {new: x.val for new, x in zip(found, eqn.invars, strict=True) if new is not x}
-            eqn = eqn.replace(invars=found)
+            inputs = [_Constant(x.aval) if _is_array(x) else x for x in eqn.invars]
+            known |= {new: x.val for new, x in zip(inputs, eqn.invars, strict=True) if new is not x}
+            eqn = eqn.replace(invars=inputs)
         variables = [x for x in eqn.invars if not isinstance(x, Literal)]
-        # lax.axis_index has no inputs; what is of the axes of a jax.vmap or shard_map is known here
-        of_axes = {type(effect).__name__ for effect in eqn.effects} == {"NamedAxisEffect"}
+        # lax.axis_index has no inputs: an index on an axis of a vmap or shard_map is known now
+        is_axis_index = {type(effect).__name__ for effect in eqn.effects} == {"NamedAxisEffect"}
         is_known = all(x in known for x in variables)
-        if is_known and (of_axes or (variables and not eqn.effects)):
+        if is_known and (is_axis_index or (variables and not eqn.effects)):
             captured.run([eqn], [], known)
         else:
             left.append(eqn)
@@ -254,7 +256,7 @@ def _traced(function, *shapes):
 
 
 def vectorize(f: Callable, *x):
-    """f of scalars, for arrays that broadcast, of any ranks."""
+    """Applies f, a function of scalars, to arrays of any ranks that broadcast."""
     rank = max(map(jnp.ndim, x))
     return jnp.vectorize(f)(
         *(

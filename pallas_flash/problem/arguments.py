@@ -106,6 +106,13 @@ class Problem:
         )
 
     @property
+    def scope(self) -> str:
+        """The name of the call in a profile: "flash_attention causal T=1024 S=1024 H=128"."""
+        mask = str(self.resolved_mask).replace("/", " ")  # which parts scopes
+        mask += ", dense mask" if self.mask is not None else ""
+        return f"flash_attention {mask} T={self.queries} S={self.keys} H={self.head_size}"
+
+    @property
     def kept(self) -> float:
         """The fraction of the weights that dropout keeps."""
         return 1 - self.dropped / dropout.LEVELS

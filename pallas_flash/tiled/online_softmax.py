@@ -1,5 +1,5 @@
 """The softmax of attention, one block at a time: a forward step, its end, and the backward's p and
-ds. Plain values only.
+ds. The functions take and return arrays.
 
 Scores are logits in a `LogBase`. The kernels keep them in base 2, so that every exponential is an
 exp2 (FlashAttention-2, arXiv:2307.08691, section 3). Scores that a bias or a score_mod may bring to
@@ -23,16 +23,16 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class SoftmaxState(NamedTuple):
-    """Of each row's softmax, P = b^(s - m) / l in the log base b of its scores: their maximum m,
-    and the sum l of b^(s - m).
+    """The running softmax of each row, in the log base b of its scores s: their maximum m, and
+    l = sum b^(s - m). P = b^(s - m) / l.
 
-    l is 0 where a row saw no key. Where l is None, m is the whole log-sum-exp, and -inf where a row
-    saw no key. A sink is a key that every row saw.
+    l is 0 if a row saw no key. If l is None, m is the whole log-sum-exp, and -inf if a row saw no
+    key. A sink is a key that every row saw.
     """
 
     m: jax.Array
     l: jax.Array | None
-    # the largest score, if it is asked for and m may be another: -inf where there is none
+    # the largest score, if it is requested and m may be another; -inf if there is none
     top: jax.Array | None = None
 
     @property
@@ -52,9 +52,9 @@ class SoftmaxState(NamedTuple):
         return jnp.where(self.empty, -jnp.inf, m + jnp.log(jnp.where(self.empty, 1.0, self.l)))
 
     def backward_lse(self, log_base: LogBase):
-        """What a backward takes: lse = m + log_b l, +inf for a row that saw no key, so that
-        b^(s - lse) = 0; and the factor (None: 1) by which b^(s - lse) is less than P, since at
-        large logits the sum rounds, even to m."""
+        """The lse that a backward takes: m + log_b l, and +inf for a row that saw no key, so that
+        b^(s - lse) = 0. And P / b^(s - lse), None: 1, since lse rounds, at large logits even to
+        m."""
         if self.l is None:
             return jnp.where(self.empty, jnp.inf, self.m), None
         l = jnp.where(self.empty, 1.0, self.l)
@@ -62,19 +62,20 @@ class SoftmaxState(NamedTuple):
         return jnp.where(self.empty, jnp.inf, lse), log_base.power(lse - self.m) / l
 
     def row_lse(self, log_base: LogBase) -> "RowLse":
-        """What the tangent of kernels takes."""
+        """The RowLse that the tangent of kernels takes."""
         return RowLse(*self.backward_lse(log_base))
 
     def in_base_e(self, log_base: LogBase) -> "SoftmaxState":
-        """The same as blockwise has it: in base e, with an l, which has all of lse's tangent."""
+        """This state as blockwise has it: in base e, with an l that has the whole tangent of
+        lse."""
         m = log_base.to_e(jnp.where(self.empty, LOWEST, self.m))
         fixed = lax.stop_gradient(m)
         l = jnp.exp(m - fixed) if self.l is None else self.l
         return SoftmaxState(fixed, jnp.where(self.empty, 0.0, l), self.top)
 
     def row_scale(self, dlse):
-        """What blockwise's backward takes. The m of a row that saw no key is finite: e^(-inf - m) =
-        0."""
+        """The RowScale that blockwise's backward takes. The m of a row that saw no key is finite:
+        e^(-inf - m) = 0."""
         return RowScale(self.m, _inverse(self.l), dlse)
 
 
@@ -90,25 +91,27 @@ class RowLse(NamedTuple):
 
 
 class RowScale(NamedTuple):
-    """In place of the log-sum-exp: P = e^(s - m) inverse_sum is made of what the forward computed.
-    And the cotangent of lse, so that a block of all keys of its rows can sum their delta itself."""
+    """What blockwise takes in place of the log-sum-exp: P = e^(s - m) inverse_sum, from the numbers
+    that the forward computed. And the cotangent of lse, so that a block of all keys of its rows can
+    sum their delta itself."""
 
     m: jax.Array  # in base e
     inverse_sum: jax.Array  # 1 / l
-    dlse: jax.Array | None  # None: the rows have keys elsewhere too
+    dlse: jax.Array | None  # None: the block has a part of the rows' keys
 
 
 class DeltaTerms(NamedTuple):
-    """In place of delta, for a backward that sums it where it reads do."""
+    """The terms of delta, for a backward that sums it while it reads do."""
 
     o: jax.Array  # [B, T, N, Hv]
     dlse: jax.Array  # [B, N, T]
 
     def sum(self, do, kept: float, empty):
-        """delta [B, N, T] = rowsum(o * do) - dlse, of do that was divided by `kept`, the part of
-        the weights that dropout kept; 0 for an empty row.
+        """delta [B, N, T] = rowsum(o * do) - dlse, from do divided by `kept`, the fraction of the
+        weights that dropout kept; 0 for an empty row.
 
-        d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta."""
+        d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
+        """
         wide = self.dlse.dtype
         delta = jnp.swapaxes(jnp.sum(self.o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
         delta = (delta if kept == 1 else delta * kept) - self.dlse
@@ -118,7 +121,7 @@ class DeltaTerms(NamedTuple):
 def scores(qk, bias, scale: float, soft_cap: float | None, log_base: LogBase):
     """The scores log_b(e) c tanh((scale q k^T + bias) / c), and the tanh; without a soft cap c,
     log_b(e) scale q k^T + bias and None. Shapes broadcast. With a bias the base is e."""
-    # log_b(e) first: a product at the end and less m would be one multiply-add
+    # log_b(e) first: a product at the end, minus m, would become one multiply-add
     s = qk * (scale * log_base.log_e if soft_cap is None else scale)
     s = s if bias is None else s + bias
     if soft_cap is None:
@@ -128,8 +131,8 @@ def scores(qk, bias, scale: float, soft_cap: float | None, log_base: LogBase):
 
 
 def factored_scores(qk, scale: float, soft_cap: float | None):
-    """s, and a factor above 0 for `step`: their product is `scores` without a bias in base 2, less
-    the constant soft_cap.
+    """s, and a factor above 0 for `step`. Their product is `scores` without a bias, in base 2,
+    minus the constant soft_cap.
 
     c tanh(x / c) = c - 2 c / (1 + e^(2 x / c)), by an exp2 and a reciprocal square root: the tanh
     of NVIDIA GPUs errs by 2^-11, times the soft cap.
@@ -141,9 +144,9 @@ def factored_scores(qk, scale: float, soft_cap: float | None):
 
 
 def start(zeros, log_base: LogBase, sink=None, with_top: bool = False) -> SoftmaxState:
-    """The state before any key, of the shape of `zeros`. A sink, a logit that broadcasts against
-    it, is as if a key with this logit and the value 0 had passed by. `with_top`: the largest score
-    is asked for, and m may be another."""
+    """The state before any key, in the shape of `zeros`. A sink, a logit that broadcasts against
+    it, counts as a key with this logit and the value 0. `with_top`: the largest score is requested,
+    and m may be another."""
     top = zeros - jnp.inf if with_top else None
     if sink is None:
         return SoftmaxState(zeros + LOWEST, zeros, top)
@@ -153,7 +156,7 @@ def start(zeros, log_base: LogBase, sink=None, with_top: bool = False) -> Softma
 
 
 def finite(s):
-    """A score that base 2 may have brought beyond the ends of float32, at one of them."""
+    """s, clipped to the ends of float32, beyond which base 2 may have brought it."""
     return jnp.minimum(jnp.maximum(s, LOWEST), -LOWEST)
 
 
@@ -182,9 +185,9 @@ def raise_maximum(
     scale: float | None = None,
     rescale_threshold: float = 0.0,
 ):
-    """The SoftmaxState with the maximum m' of whole rows of scores too, and alpha, with its l
-    scaled by that. A maximum that grows by no more than `rescale_threshold` stays what it was, and
-    alpha is 1: any m' gives the same P = p / l, and none of p exceeds b^rescale_threshold."""
+    """Raises the maximum to m' by whole rows of scores: the SoftmaxState with l scaled by alpha,
+    and alpha. A maximum that grows by no more than `rescale_threshold` stays, and alpha is 1: any
+    m' gives the same P = p / l, and no p exceeds b^rescale_threshold."""
     m, l, top = stats
     highest = jnp.max(s, axis=-1)
     highest = highest if scale is None else highest * scale
@@ -199,8 +202,8 @@ def raise_maximum(
 
 
 def weights(s, stats: SoftmaxState, log_base: LogBase, scale: float | None = None):
-    """p = b^(s - m) of some or all columns of scores, for which the maximum has been raised, and
-    the SoftmaxState with their sum."""
+    """p = b^(s - m) of some or all columns of scores, after the maximum has been raised, and the
+    SoftmaxState with their sum."""
     p = log_base.power((s if scale is None else s * scale) - _each(stats.m, s))
     return p, stats._replace(l=stats.l + jnp.sum(p, axis=-1))
 
@@ -211,8 +214,8 @@ def _each(row, like):
 
 
 def finish(o, l, kept: float = 1.0):
-    """The output o / l, of weights of which dropout kept the part `kept`; 0 for a row that saw no
-    key."""
+    """The output o / l, where dropout kept the fraction `kept` of the weights; 0 for a row that saw
+    no key."""
     return o * _each(_inverse(l if kept == 1.0 else l * kept), o)
 
 
@@ -222,9 +225,9 @@ def _inverse(l):
 
 
 def merge(parts: Sequence[SoftmaxState], log_base: LogBase):
-    """Several sets of keys that the same rows saw, as one: the share of each in the softmax of all,
-    which their outputs are multiplied by and then added, and the SoftmaxState of all. It has a top
-    if the first part has one."""
+    """Merges the states of the same rows over several sets of keys: the share of each set in the
+    softmax of all, by which its output is multiplied before all are added, and the SoftmaxState of
+    all. It has a top if the first part has one."""
     # part by part: along an axis of their array XLA would compute a sum of each maximum, in a
     # kernel of its own
     maxima, sums = zip(*map(_with_sum, parts), strict=True)
@@ -238,14 +241,14 @@ def merge(parts: Sequence[SoftmaxState], log_base: LogBase):
 
 
 def _with_sum(stats: SoftmaxState):
-    """A maximum that is finite, and the sum."""
+    """The maximum, finite, and the sum."""
     l = jnp.where(stats.empty, 0.0, jnp.ones_like(stats.m) if stats.l is None else stats.l)
     return jnp.maximum(stats.m, LOWEST), l
 
 
 def gradients(p, factor, visible, tanh):
-    """p, and p * factor times the derivative of the soft cap, whose `tanh` is that of `scores`;
-    both 0 where a score is not `visible` (None: all are). A backward's factor is dp - delta."""
+    """p, and p * factor times the derivative of the soft cap, from the `tanh` of `scores`; both 0
+    where a score is not `visible` (None: all are). In a backward the factor is dp - delta."""
     ds = soft_cap_vjp(p * factor, tanh)
     if visible is not None:
         p, ds = jnp.where(visible, p, 0.0), jnp.where(visible, ds, 0.0)
@@ -253,8 +256,8 @@ def gradients(p, factor, visible, tanh):
 
 
 def soft_cap_vjp(ds, tanh, visible=None):
-    """The cotangent of the logits before the soft cap, from that of those after it and the tanh of
-    `scores`; 0 where a score is not `visible` (None: all are), whose tanh may be NaN."""
+    """The cotangent of the logits before the soft cap, from that after it and the tanh of `scores`;
+    0 where a score is not `visible` (None: all are), whose tanh may be NaN."""
     if tanh is None:
         return ds
     ds = ds * (1.0 - jnp.square(tanh))
@@ -262,16 +265,15 @@ def soft_cap_vjp(ds, tanh, visible=None):
 
 
 def factored_gradients(s, scale: float, lse, soft_cap: float | None):
-    """p, and what dp - delta must be multiplied by to give dlogits, from s and scale of
-    `factored_scores`.
+    """p, and the factor that makes dlogits of dp - delta, from s and scale of `factored_scores`.
 
-    `lse` is in base 2, less the constant soft_cap, and broadcasts against s.
+    `lse` is in base 2, minus the constant soft_cap, and broadcasts against s.
     """
     p = jnp.exp2(s * scale - lse)
     return p, factored_soft_cap_vjp(p, s, soft_cap)
 
 
 def factored_soft_cap_vjp(ds, s, soft_cap: float | None):
-    """The same as `soft_cap_vjp` from s of `factored_scores`."""
+    """`soft_cap_vjp`, from s of `factored_scores`."""
     # 1 - tanh^2 is 4 (1 - r) r, and s = -r
     return ds if soft_cap is None else ds * (-4.0 * s * (1.0 + s))

@@ -1,5 +1,5 @@
-"""Dense attention in float32, or float64 for float64: the oracle, in O(T S) memory, differentiated
-by JAX.
+"""Dense attention in float32, or float64 for float64, in O(T S) memory, differentiated by JAX: the
+oracle.
 
 Attention Is All You Need (arXiv:1706.03762), equation 1, with masks, bias and a soft cap, and 0 for
 a row that sees no key.
@@ -33,20 +33,20 @@ def _attend(p: Problem, x: Operands):
     o = jnp.where(jnp.swapaxes(empty, 1, 2), 0.0, o)
     lse = jnp.where(empty, -jnp.inf, m + jnp.log(l))[..., 0]
     if (valid := x.resolved_mask.valid(row)) is not None:
-        # a derivative with respect to padding may be NaN, and goes nowhere
+        # the derivative with respect to padding may be NaN, and is dropped
         o = jnp.where(valid[..., None, None], o, lax.stop_gradient(o))
         lse = jnp.where(valid[:, None], lse, lax.stop_gradient(lse))
     return o.astype(x.query.dtype), lse, top
 
 
 def weights(p: Problem, x: Operands, row):
-    """The softmax [B, N, rows, S] of the queries at these indices, to which x.query, x.bias and
-    x.mask are cut."""
+    """The softmax [B, N, rows, S] of the queries with the indices `row`; x.query, x.bias and x.mask
+    are those of these queries."""
     return _softmax(p, x, _visible(p, x, row), row)[0]
 
 
 def _visible(p: Problem, x: Operands, row):
-    """Which keys the rows see, [B, N, rows, S]."""
+    """Whether each row sees each key, [B, N, rows, S]."""
     visible = block_types.visible_pairs(
         x.resolved_mask, p.batch, p.heads, row, jnp.arange(p.keys, dtype=jnp.int32)
     )
@@ -59,7 +59,7 @@ def _by_head(rows):
 
 
 def _keys_of_heads(p: Problem, visible, x):
-    """Keys or values of each query head, 0 where no query sees them, so that NaN there changes
+    """The keys or values of each query head; 0 where no query sees them, so that NaN there changes
     nothing."""
     is_visible = _by_head(
         visible.reshape(p.batch, p.kv_heads, p.group, p.queries, p.keys).any((2, 3))
@@ -68,19 +68,19 @@ def _keys_of_heads(p: Problem, visible, x):
 
 
 def _softmax(p: Problem, x: Operands, visible, row):
-    """The weights of the rows, the maxima and sums [B, N, rows, 1] of their exponentials, and
-    perhaps the largest logits."""
+    """The weights of the rows, the maxima of their scores and the sums of their exponentials, [B,
+    N, rows, 1], and the largest logits, None if they are not requested."""
     wide, key = sums(x.query.dtype), jnp.arange(p.keys, dtype=jnp.int32)
     q = jnp.where(_by_head(visible.any(3)), x.query, 0).astype(wide)
     k = _keys_of_heads(p, visible, x.key)
-    # the scale goes into q: after the product, and less m, it would be one multiply-add
+    # the scale multiplies q: after the product, minus m, it would become one multiply-add
     s = jnp.einsum("btnh,bsnh->bnts", p.scale * q, k, precision="highest")
     if x.bias is not None:
         s = s + x.bias.astype(wide)
     if p.soft_cap is not None:
         s = p.soft_cap * jnp.tanh(s / p.soft_cap)
     if x.score is not None:
-        # a derivative that is no number where a pair is hidden is selected away
+        # the derivative for a hidden pair may be NaN, and is dropped
         differentiable = lambda a: jnp.where(visible, a, lax.stop_gradient(a))
         s = x.score.apply(
             differentiable(s),
@@ -101,23 +101,24 @@ def _softmax(p: Problem, x: Operands, visible, row):
 
 
 def _dropped(p: Problem, x: Operands, weights):
-    """The weights [B, N, T, S] that dropout keeps, divided by the part of them that it keeps."""
+    """The weights [B, N, T, S] that dropout keeps, divided by the fraction of them that it
+    keeps."""
     if x.seeds is None:
         return weights
     return jnp.where(dropout.mask(p.dropped, x.seeds, p.queries, p.keys), weights / p.kept, 0)
 
 
 def backward(problem: Problem, x: Operands, lse, do, delta) -> Gradients:
-    """JAX's own derivative of `attend`; the cotangents of o and lse are what autodiff made do and
-    delta of."""
+    """JAX's derivative of `attend`, from the do and delta that autodiff computes of the cotangents
+    of o and lse."""
     do = do if problem.kept == 1 else do * jnp.asarray(problem.kept, do.dtype)
 
     def outputs(differentiable):
         o, lse, _ = _attend(problem, x.with_differentiable(differentiable))
         return o, lse
 
-    (o, lse_here), vjp = jax.vjp(outputs, x.differentiable)
-    share = lax.stop_gradient(_share(lse_here, lse))
+    (o, lse_of_keys), vjp = jax.vjp(outputs, x.differentiable)
+    share = lax.stop_gradient(_share(lse_of_keys, lse))
     dlse = (
         jnp.einsum(
             "btnh,btnh->bnt", o.astype(delta.dtype), do.astype(delta.dtype), precision="highest"
@@ -130,9 +131,9 @@ def backward(problem: Problem, x: Operands, lse, do, delta) -> Gradients:
     return gradients._replace(sinks=None)
 
 
-def _share(lse_here, lse):
-    """The share of these keys in the softmax of all keys, whose log-sum-exp is lse: 1 where they
-    are all, but for rounding."""
-    gap = lse_here - lse
+def _share(lse_of_keys, lse):
+    """The share of these keys in the softmax of all keys, whose log-sum-exp is lse: 1, but for
+    rounding, if these are all."""
+    gap = lse_of_keys - lse
     whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
     return jnp.where(whole, 1.0, jnp.exp(gap))

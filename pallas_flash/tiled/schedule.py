@@ -1,8 +1,8 @@
-"""Which key blocks a query block visits, which of them need no mask, and the same seen from a key
-block.
+"""Which key blocks a query block visits, which of them need no mask, and the transpose: which query
+blocks a key block visits.
 
-A tile visits a range of blocks, or a list of them where its mask is no interval. Those that every
-row sees whole need no mask, and their loads no bounds.
+A tile visits a range of blocks, or a list of them if its mask is no interval. A block of which
+every row sees every key needs no mask, and its loads no bounds.
 """
 
 import functools
@@ -22,7 +22,7 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 
 class Blocks(NamedTuple):
     """Blocks in the order of a loop: index(t) is the number of the block at position t, for t in
-    [first, last). Those at [full_first, full_last) need no mask."""
+    [first, last). Those in [full_first, full_last) need no mask."""
 
     first: IntLike
     full_first: IntLike
@@ -32,18 +32,18 @@ class Blocks(NamedTuple):
 
     @classmethod
     def from_table(cls, table, *row: IntLike) -> "Blocks":
-        """From a row of `by_query_tile` or `query_blocks`."""
+        """The Blocks in a row of `by_query_tile` or `query_blocks`."""
         return cls(*(table[(*row, i)] for i in range(4)))
 
     @classmethod
     def from_list(cls, lists, *row: IntLike) -> "Blocks":
-        """From a row of `block_lists`."""
+        """The Blocks in a row of `block_lists`."""
         masked, last = (lists[(*row, i)] for i in range(2))
         return cls(0, masked, last, last, lambda t: lists[(*row, 2 + t)])
 
     def of_size(self, size: int) -> "Blocks":
-        """Blocks of `size` keys, of blocks of one key."""
-        # rounds to 0: below it are no blocks
+        """These blocks of one key, as blocks of `size` keys."""
+        # rounds to 0: no block lies below it
         div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
         up = lambda n: div(n + size - 1)
         first, full_first, full_last, last = self.ends
@@ -58,7 +58,7 @@ class Blocks(NamedTuple):
         return self.last - self.first
 
     def clip(self) -> "Blocks":
-        """The same with 0 <= first <= full_first <= full_last <= last."""
+        """These blocks, with 0 <= first <= full_first <= full_last <= last."""
         last = larger(self.last, 0)
         first = between(self.first, 0, last)
         full_first = between(self.full_first, first, last)
@@ -66,21 +66,21 @@ class Blocks(NamedTuple):
         return Blocks(first, full_first, full_last, last, self.index)
 
     def reverse(self, end: IntLike | None = None) -> "Blocks":
-        """The same from the last one to the first: position t was end - 1 - t, by default such that
-        positions begin at 0."""
+        """These blocks from the last to the first: position t was end - 1 - t. By default positions
+        begin at 0."""
         end = self.last if end is None else end
         down = lambda n: end if isinstance(n, int) and n == 0 else end - n
         return Blocks(*map(down, reversed(self.ends)), lambda t: self.index(end - 1 - t))
 
     def split(self, number: IntLike, count: int) -> "Blocks":
-        """One of `count` splits of equal length."""
+        """Number `number` of `count` splits of equal length."""
         end = lambda n: self.first + lax.div((self.last - self.first) * n, jnp.int32(count))
         first, last = end(number), end(number + 1)
         full = (between(n, first, last) for n in (self.full_first, self.full_last))
         return Blocks(first, *full, last, self.index)
 
     def without_first(self) -> "Blocks":
-        """All but the first, of at least one."""
+        """These blocks, at least one, without the first."""
         first = self.first + 1
         full_first = larger(self.full_first, first)
         full_last = (
@@ -106,12 +106,12 @@ def divisor(n: int, most: int) -> int:
 
 
 def loop(start: IntLike, stop: IntLike, step, carry):
-    """carry = step(j, carry) for j in [start, stop), j an int32; traces nothing where that is known
-    to be empty."""
+    """carry = step(j, carry) for j in [start, stop), j an int32. Traces nothing if that is known to
+    be empty."""
     if start is stop or (isinstance(start, int) and isinstance(stop, int) and start >= stop):
         return carry
-    # + 0: of what a kernel reads jax 0.11.2 says that it varies inside of a shard_map, of what it
-    # computes not: an index that begins there would change its type
+    # + 0: inside of a shard_map a number that a kernel reads varies, by jax 0.11.2, and one that it
+    # computes does not: an index that begins at the one would change its type
     start, stop = (jnp.asarray(n + 0, jnp.int32) for n in (start, stop))
     return lax.fori_loop(start, stop, step, carry)
 
@@ -128,10 +128,10 @@ def key_blocks(start: IntLike, stop: IntLike, contiguous, size: int, axis=None) 
     else:
         whole = jnp.where(contiguous, start, ResolvedMask.ALL), jnp.where(contiguous, stop, 0)
     if not isinstance(stop, int):  # a row that sees nothing asks for no block
-        some = start < stop
+        sees_keys = start < stop
         # an int stays one: jax's Triton lowering takes a choice between two constants for a bool
-        start = start if isinstance(start, int) else jnp.where(some, start, ResolvedMask.ALL)
-        stop = jnp.where(some, stop, 0)
+        start = start if isinstance(start, int) else jnp.where(sees_keys, start, ResolvedMask.ALL)
+        stop = jnp.where(sees_keys, stop, 0)
     return Blocks(
         _reduce(jnp.min, start, axis) // size,
         ceil_div(_reduce(jnp.max, whole[0], axis), size),
@@ -147,8 +147,8 @@ def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, siz
 
 def known_keys(resolved_mask: ResolvedMask, first: IntLike, last: IntLike) -> Blocks:
     """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
-    one key: of numbers in a kernel, where the mask has no data by row. What a row sees then begins
-    and ends no earlier than what the row before it sees, up to `query_stop`, of one batch row."""
+    one key. The mask has no data by row: the interval of a row begins and ends no earlier than that
+    of the row before, up to `query_stop`, of one batch row."""
     end = resolved_mask.query_stop
     last_seeing = last if end is None else between(end - 1, first, last)
     (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last_seeing))
@@ -174,20 +174,18 @@ def key_range(resolved_mask: ResolvedMask, first: int, last: int) -> Blocks:
 
 def without_data(resolved_mask: ResolvedMask) -> ResolvedMask:
     """The static part of the mask."""
-    seen = resolved_mask
-    return (
-        ResolvedMask(seen.keys, seen.left, seen.right, seen.offset)
-        if isinstance(seen.offset, int)
-        else ResolvedMask(seen.keys)
-    )
+    mask = resolved_mask
+    has_band = isinstance(mask.offset, int)
+    band = (mask.left, mask.right, mask.offset) if has_band else ()
+    return ResolvedMask(mask.keys, *band)
 
 
 def by_query_tile(resolved_mask: ResolvedMask, queries: int, block_q: int, block_k: int):
     """The mask and the blocks to visit, for kernels that own tiles of queries.
 
-    The mask is the same with its data by rows of whole tiles and by keys of whole blocks; a row
-    beyond the last counts as the last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for
-    each tile; None where the mask has no data: `known_blocks`.
+    The mask's data by row is extended to whole tiles, its data by key to whole blocks; a row beyond
+    the last counts as the last. The blocks are int32 [B or 1, query tiles, 4], `Blocks` for each
+    tile; None if the mask has no data: `known_blocks`.
     """
     if not resolved_mask.has_data:
         return resolved_mask, None
@@ -206,20 +204,20 @@ def by_query_tile(resolved_mask: ResolvedMask, queries: int, block_q: int, block
 def query_blocks(
     resolved_mask: ResolvedMask, queries: int, block_q: int, block_k: int
 ) -> jax.Array:
-    """For every key block its Blocks of queries, int32 [B or 1, ceil(S / block_k), 4]: key_blocks
-    transposed.
+    """The Blocks of queries that each key block visits, int32 [B or 1, ceil(S / block_k), 4]:
+    key_blocks transposed.
 
     The last query block is masked where it hangs over the end of the queries.
     """
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop = at.interval(jnp.minimum(row, queries - 1))
     stop = jnp.where(row < queries, stop, 0)
-    seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
-    seen = Blocks(*(x[:, None, :] for x in seen.ends))  # [B, 1, query blocks]
+    keys = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    keys = Blocks(*(x[:, None, :] for x in keys.ends))  # [B, 1, query blocks]
     j = jnp.arange(ceil_div(resolved_mask.keys, block_k), dtype=jnp.int32)[None, :, None]
-    i = jnp.arange(seen.first.shape[-1], dtype=jnp.int32)[None, None]
-    visited = (seen.first <= j) & (j < seen.last)
-    full = (seen.full_first <= j) & (j < seen.full_last)
+    i = jnp.arange(keys.first.shape[-1], dtype=jnp.int32)[None, None]
+    visited = (keys.first <= j) & (j < keys.last)
+    full = (keys.full_first <= j) & (j < keys.full_last)
     end = i.size
     full_first = jnp.min(jnp.where(full, i, end), -1, keepdims=True)
     blocks = Blocks(
@@ -238,8 +236,8 @@ MAX_PAIRS_AT_TRACE = 2**26
 def block_types(
     resolved_mask: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int, mask=None
 ):
-    """Whether each block is empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles], a
-    NumPy array where it is static. `mask`: a dense one, bool [B | 1, N | 1, T | 1, S | 1]."""
+    """The type of each block, empty, partial or full, int8 [B | 1, N | 1, query tiles, key tiles],
+    as a NumPy array if it is static. `mask` is a dense one, bool [B | 1, N | 1, T | 1, S | 1]."""
     many = queries * resolved_mask.keys > MAX_PAIRS_AT_TRACE
     if mask is not None or resolved_mask.has_data or many:
         return _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask)
@@ -248,7 +246,7 @@ def block_types(
 
 def _eval_at_trace_time(f: Callable, *args) -> np.ndarray:
     """f(*args), evaluated while tracing: in a new thread, which traces no function and has no mesh.
-    jax_transfer_guard is about the arrays of the program, not about these."""
+    jax_transfer_guard is for arrays of the program, not for these."""
 
     def known():
         with jax.transfer_guard("allow"):
@@ -264,50 +262,49 @@ def _known_block_types(*args) -> np.ndarray:
 
 
 def _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
-    where = resolved_mask.mask_mod
+    mod = resolved_mask.mask_mod
     if mask is not None:
-        found = types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
-    elif where is None:
+        of_mod = types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
+    elif mod is None:
         tiles = ceil_div(queries, block_q), ceil_div(resolved_mask.keys, block_k)
-        found = jnp.full((1, 1, *tiles), types.FULL, jnp.int8)
-    elif where.block_types is None:
-        only_mod = ResolvedMask(resolved_mask.keys, mask_mod=where)
-        found = types.compute(only_mod, batch, heads, queries, block_q, block_k)
+        of_mod = jnp.full((1, 1, *tiles), types.FULL, jnp.int8)
+    elif mod.block_types is None:
+        only_mod = ResolvedMask(resolved_mask.keys, mask_mod=mod)
+        of_mod = types.compute(only_mod, batch, heads, queries, block_q, block_k)
     else:
-        found = types.resize(
-            where.block_types, where.block_size, queries, resolved_mask.keys, block_q, block_k
+        of_mod = types.resize(
+            mod.block_types, mod.block_size, queries, resolved_mask.keys, block_q, block_k
         )
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
-    seen = _by_tile(start, stop, at.contiguous, block_q, block_k)
-    seen = Blocks(*(x[:, None, :, None] for x in seen.ends))
-    j = jnp.arange(found.shape[3], dtype=jnp.int32)[None, None, None]
+    keys = _by_tile(start, stop, at.contiguous, block_q, block_k)
+    first, full_first, full_last, last = (x[:, None, :, None] for x in keys.ends)
+    j = jnp.arange(of_mod.shape[3], dtype=jnp.int32)[None, None, None]
     within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
-    return jnp.minimum(
-        found, within(seen.first, seen.last) + within(seen.full_first, seen.full_last)
-    )
+    return jnp.minimum(of_mod, within(first, last) + within(full_first, full_last))
 
 
-def block_lists(found, least: int = 0) -> jax.Array:
-    """Of block types [.., tiles, blocks] for each tile how many blocks are to be masked, how many
-    to be visited, and the blocks' numbers: the partial ones, then the full ones; where these are
-    less than `least`, empty ones too, which are masked. int32 [.., tiles, 2 + blocks]"""
-    if not isinstance(found, np.ndarray):
-        return _block_lists(found, least)
-    known = _eval_at_trace_time(_block_lists, found, least)
+def block_lists(block_types, least: int = 0) -> jax.Array:
+    """The lists of blocks that tiles visit, from block types [.., tiles, blocks]: how many blocks
+    are to be masked, how many to be visited, and their numbers, the partial ones first, then the
+    full ones; if these are fewer than `least`, then empty ones, which are masked. int32 [.., tiles,
+    2 + blocks]"""
+    if not isinstance(block_types, np.ndarray):
+        return _block_lists(block_types, least)
+    known = _eval_at_trace_time(_block_lists, block_types, least)
     return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
 
 
-def _block_lists(found, least: int) -> jax.Array:
+def _block_lists(block_types, least: int) -> jax.Array:
     count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
-    order = jnp.argsort((found + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
-    visited = jnp.maximum(count(found > types.EMPTY), least)
-    return jnp.concatenate([visited - count(found == types.FULL), visited, order], -1)
+    order = jnp.argsort((block_types + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
+    visited = jnp.maximum(count(block_types > types.EMPTY), least)
+    return jnp.concatenate([visited - count(block_types == types.FULL), visited, order], -1)
 
 
 def _whole_tiles(resolved_mask: ResolvedMask, queries: int, block_q: int):
-    """The rows of whole query tiles [1, n], and the mask with its data for each of them; beyond the
-    last, the last's."""
+    """The rows of whole query tiles [1, n], and the mask with its data for each of them. A row
+    beyond the last has the last one's."""
     row = jnp.arange(ceil_div(queries, block_q) * block_q, dtype=jnp.int32)[None]
     at = resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None])
     return row, at.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, jnp.minimum(row[0], queries - 1)])
@@ -339,7 +336,7 @@ def ceil_div(a, b: int):
 
 
 def between(x, low, high):
-    """x moved into [low, high]; an int where it can be, so that loops known to be empty are not
+    """x clipped to [low, high]; an int if possible, so that loops known to be empty are not
     traced."""
     if isinstance(x, int) and isinstance(low, int) and x <= low:
         return low

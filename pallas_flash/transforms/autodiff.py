@@ -39,16 +39,17 @@ class Residuals(NamedTuple):
 def attend(problem: Problem, choice: Choice, operands: Operands):
     """Attention: o [B, T, N, Hv] in the query's dtype and lse [B, N, T] in float32, both
     differentiable; and the largest logits [B, N, T], or None if they are not requested."""
-    x = vary_alike(operands).with_values(problem)
-    if choice.reverse_only:
-        x = _map_floats(derivative_modes.reverse_only, x)
-        o, stats = attention(problem, choice, x)
-    elif choice.backend.is_dense:
-        o, stats = choice.backend.forward(problem, choice.tiles, x)
-        o, stats = checkpoint_names(o, stats, _name_in_derivatives)
-    else:
-        o, stats = Attention(problem, choice)(x)
-    return o, *lse_and_largest(choice.backend.log_base(problem), problem, x, stats)
+    with jax.named_scope(problem.scope):
+        x = vary_alike(operands).with_values(problem)
+        if choice.reverse_only:
+            x = _map_floats(derivative_modes.reverse_only, x)
+            o, stats = attention(problem, choice, x)
+        elif choice.backend.is_dense:
+            o, stats = choice.backend.forward(problem, choice.tiles, x)
+            o, stats = checkpoint_names(o, stats, _name_in_derivatives)
+        else:
+            o, stats = Attention(problem, choice)(x)
+        return o, *lse_and_largest(choice.backend.log_base(problem), problem, x, stats)
 
 
 # ---- the tie ----

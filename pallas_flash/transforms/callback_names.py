@@ -2,7 +2,7 @@
 that the program is made.
 
 jax.custom_partitioning names a callback by its address in memory. The name is in the program, so no
-compilation cache would find the program of another process.
+compilation cache would find what another process compiled.
 """
 
 import contextlib

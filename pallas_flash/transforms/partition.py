@@ -9,6 +9,7 @@ gradients of an array that several devices hold are summed.
 import functools
 import itertools
 import math
+import string
 from typing import Any, NamedTuple
 
 import jax
@@ -32,15 +33,16 @@ requires_devices.add(primitive)
 
 
 def may_spread(ctx) -> bool:
-    """Whether the program is for several devices, and may call back, which no exported one may."""
+    """Whether the program is for several devices, and may hold callbacks, as no exported one
+    may."""
     target = jax_internals.target(ctx)
     return not target.is_export and target.mesh is not None and target.mesh.size > 1
 
 
 def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
-    """The lowering of a KernelPass that XLA's partitioner may spread over a mesh."""
+    """Lowers a KernelPass to an operation that XLA's partitioner may spread over a mesh."""
     spread = Partition.of(kernel_pass, ctx.avals_in, jaxpr.out_avals, in_tree)
-    # only its shapes are used
+    # the shapes of its results are all that is used
     call = custom_partitioning(lambda *_: [jnp.zeros(y.shape, y.dtype) for y in jaxpr.out_avals])
     call.def_partition(spread.partition, sharding_rule=spread.sharding_rule())
     results = mlir.lower_fun(call, multiple_results=True)(ctx, *leaves)
@@ -54,7 +56,7 @@ def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
 
 
 class Partition(NamedTuple):
-    """A KernelPass that XLA's partitioner asks about."""
+    """The answers to XLA's partitioner about a KernelPass."""
 
     kernel_pass: Rules
     in_tree: Any
@@ -65,21 +67,19 @@ class Partition(NamedTuple):
 
     @classmethod
     def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
-        maps = kernel_pass.maps
-        letters = [chr(ord("a") + n) for n in range(len(maps))]
+        maps = kernel_pass.maps[::-1]  # the outermost vmap first
+        vmaps = string.ascii_lowercase[: len(maps)]
         mapped = lambda n: "".join(
-            letter
-            for letter, in_axes in zip(letters[::-1], maps[::-1], strict=True)
-            if n is None or in_axes[n] is not None
+            vmap for vmap, in_axes in zip(vmaps, maps, strict=True) if in_axes[n] is not None
         )
         axes = kernel_pass.axes(arrays, in_tree)
         gradients = []
         if kernel_pass.name == "backward":
             gradients = jax.tree.leaves(axes[0].differentiable._replace(sinks=None))
-        of_results = gradients or [row_axes(y.ndim - len(maps)) for y in results]
-        of_arrays = [mapped(n) + letters for n, letters in enumerate(jax.tree.leaves(axes))]
-        of_results = [mapped(None) + letters for letters in of_results]
-        return cls(kernel_pass, in_tree, (of_arrays, of_results), gradients)
+        arrays_axes = [mapped(n) + letters for n, letters in enumerate(jax.tree.leaves(axes))]
+        results_axes = gradients or [row_axes(y.ndim - len(maps)) for y in results]
+        results_axes = [vmaps + letters for letters in results_axes]
+        return cls(kernel_pass, in_tree, (arrays_axes, results_axes), gradients)
 
     def partition(self, mesh, arrays, results):
         """The function that each device of the mesh runs, and the shardings of results and

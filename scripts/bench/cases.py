@@ -62,13 +62,12 @@ class Case(NamedTuple):
             "documents": self.documents,
             "global tokens": self.global_tokens,
             "value size other than H": self.value_size != self.H,
-            "key length other than T": self.S != self.T,
             "float32": self.dtype == "float32",
         }
         return [name for name, is_needed in features.items() if is_needed]
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of query, key, value, and the output's gradient."""
+        """Shapes of query, key, value, and the output's gradient."""
         B, T, S, N, K, H, Hv = *self[:6], self.value_size
         sizes = (B, T, N, H), (B, S, K, H), (B, S, K, Hv), (B, T, N, Hv)
         return [jax.ShapeDtypeStruct(size, jnp.dtype(self.dtype)) for size in sizes]
@@ -78,7 +77,7 @@ class Case(NamedTuple):
         return _inputs(self)
 
     def document_lengths(self) -> np.ndarray:
-        """The same in each row; no multiples of a block."""
+        """Lengths of the documents of a row: the same in each row, no multiples of a block."""
         if not self.documents:
             return np.array([self.T])
         rng = np.random.default_rng(0)
@@ -114,7 +113,7 @@ class Case(NamedTuple):
         return float((window + np.minimum(before - window, self.global_tokens or 0)).sum())
 
     def bytes(self) -> int:
-        """Of query, key, value and output."""
+        """Bytes of query, key, value and output."""
         query, key, value, output = self.shapes()
         arrays = [query, key, output] if self.values_are_keys else [query, key, value, output]
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
@@ -163,7 +162,7 @@ def decoding(args) -> list[Case]:
 
 
 def latents(args) -> list[Case]:
-    """The same beside latents (MLA): one key head of 576 columns, of which 512 are the values."""
+    """Decoding beside latents (MLA): one key head of 576 columns, of which 512 are the values."""
     latent = dict(K=1, H=576, Hv=512, values_are_keys=True)
     return [case._replace(**latent) for case in decoding(args)]
 
@@ -173,13 +172,13 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def all_tokens(H, T, causal=True, N=None, K=None, dtype="bfloat16", **more) -> Case:
-    """Of the suite's tokens in all, and of its hidden size unless there are N heads."""
+    """A case of the suite's tokens in all, and of its hidden size unless there are N heads."""
     N = N or HIDDEN // H
     return Case(TOKENS // T, T, T, N, K or N, H, dtype, causal, **more)
 
 
 def one_token(B, S, dtype="bfloat16") -> Case:
-    """Of each of B rows, beside S keys."""
+    """A case of one new token in each of B rows, beside S keys."""
     return Case(B, 1, S, 64, 8, 128, dtype, causal=False)
 
 
@@ -215,7 +214,7 @@ def suite(args) -> list[Case]:
 
 
 def telling(case: Case, args) -> list[str]:
-    """Those of the passes that are measured: of the cases of --quick, not all."""
+    """The passes that are measured: not all of them for the cases of --quick."""
     if not args.quick or args.cases != "suite" or len(args.passes) == 1:
         return args.passes
     is_one_of_two = case.T == 4096 and case.H in (64, 128)

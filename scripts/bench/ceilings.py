@@ -35,7 +35,7 @@ class Ceiling(NamedTuple):
 
 
 def of(case: Case, dtype: str, time_by: str) -> Ceiling:
-    """Of one new token what is read, of all else what is multiplied."""
+    """The ceiling of a case: a copy's bytes for one new token, a product's FLOP for all else."""
     return (copy if case.T == 1 else matmul)(dtype, time_by)
 
 

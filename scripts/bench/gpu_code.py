@@ -209,7 +209,7 @@ def _kernel(ptx: pathlib.Path, name: str) -> Kernel:
 
 
 def compiler() -> str:
-    """Its versions, which the code depends on."""
+    """Versions of jax and ptxas, which the code depends on."""
     import jax
 
     release = re.search(r"release ([\d.]+)", _run("ptxas", "--version").stdout).group(1)
@@ -298,7 +298,7 @@ def _wgmma(instruction: str) -> tuple[int, bool] | None:
 
 
 def shared_cycles(instruction: str) -> float:
-    """For which a warp's access keeps shared memory busy, at 128 bytes a cycle without bank
+    """Cycles for which a warp's access keeps shared memory busy, at 128 bytes each without bank
     conflicts. A warpgroup's product reads 16 rows of its right operand for each of the columns, in
     16 bits, and 64 rows of the left one, unless registers hold it."""
     if product := _wgmma(instruction):

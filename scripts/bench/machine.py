@@ -113,7 +113,7 @@ def print_facts(facts: dict[str, str]):
 
 
 def commit() -> str:
-    """With "-dirty" where files have changed since."""
+    """The commit, with "-dirty" where files have changed since."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         run = subprocess.run(

@@ -140,7 +140,7 @@ def _load(row: Row, contender: Contender, is_run: bool):
     """Imports the contender, and asks whether it can run the case."""
     with _report_errors(row):
         contender.load()
-        reason = contender.why_not(contender.cast(row.case))
+        reason = contender.why_not(row.case)
         if not is_run and contender.is_torch:
             reason = "XLA does not compile it, and counts no memory of it"
         if reason:
@@ -150,13 +150,13 @@ def _load(row: Row, contender: Contender, is_run: bool):
 def _compile(row: Row, contender: Contender):
     if row.status == "ok" and not contender.is_torch:
         with _report_errors(row):
-            program = programs.compiled(contender, contender.cast(row.case), row.passes)
+            program = programs.compiled(contender, row.case, row.passes)
             row.temporary_bytes = program.memory_analysis().temp_size_in_bytes
 
 
 def _check(row: Row, contender: Contender) -> programs.Program | None:
     """The program to time, or None where its results are wrong."""
-    case = contender.cast(row.case)
+    case = row.case
     program = programs.program(contender, case, row.passes)
     row.error, row.status, row.reason = programs.check(contender, case, row.passes)
     if row.status == "wrong":

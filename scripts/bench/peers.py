@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import explain, flash_attention, masks
@@ -33,12 +32,8 @@ class Contender(NamedTuple):
     modules: tuple[str, ...] = ()  # that `attend` imports
     before_import: Callable[[], None] = lambda: None
     passes: tuple[str, ...] = tuple(PASSES)
-    dtype: str | None = None  # the only 16-bit dtype that it takes: its inputs are cast to that
     is_torch: bool = False
     note: str = ""  # what a reader of its times must know
-
-    def cast(self, case: Case) -> Case:
-        return case._replace(dtype=self.dtype) if self.dtype and case.dtype != "float32" else case
 
     @property
     def is_peer(self) -> bool:
@@ -51,7 +46,7 @@ class Contender(NamedTuple):
         return bool(self.modules)
 
     def why_not(self, case: Case) -> str | None:
-        """None if it can run the case; else the reason."""
+        """The reason why it cannot run the case, or None."""
         if self.needs_gpu and jax.default_backend() != "gpu":
             return "it needs a GPU"
         lacking = [name for name in case.features() if name in self.lacks]
@@ -138,7 +133,7 @@ def ours(
 
 
 def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
-    """Those that a call takes; NotImplementedError where the implementation cannot run the case."""
+    """The tiles that a call takes; NotImplementedError where the implementation cannot run it."""
     query, key, value, _ = case.shapes()
     value = None if case.values_are_keys else value
     options = _options(case, implementation, kind) | _segment_ids(case)
@@ -147,7 +142,7 @@ def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
 
 
 def _options(case: Case, implementation: str, kind: str) -> dict:
-    """Of flash_attention, but arrays."""
+    """Arguments of flash_attention, except for arrays."""
     mask, window = None, _window(case)
     if case.global_tokens:
         mask = masks.Window(*window) | masks.GlobalTokens(case.global_tokens)
@@ -174,7 +169,7 @@ def _window(case: Case) -> tuple[int, int] | None:
 
 
 def _dense_mask(case: Case, *kv) -> dict:
-    """Where there is no other way to say it."""
+    """A dense mask for documents and global tokens, which these peers cannot be told otherwise."""
     return dict(mask=case.dense_mask()) if case.documents or case.global_tokens else {}
 
 
@@ -196,48 +191,6 @@ def _decode_attention(case: Case, q, k, v):
 
 def _refuse_prefill(case: Case) -> str | None:
     return f"it takes one new token; got T = {case.T}" if case.T > 1 else None
-
-
-def _paged_attention(case: Case, q, k, v, k_pages, v_pages, table):
-    from jax.experimental.pallas.ops.gpu import paged_attention
-
-    q = q[:, 0] * case.H**-0.5  # it does not scale
-    splits = min(16, table.shape[1])
-    o = paged_attention.paged_attention(q, k_pages, v_pages, table, None, k_splits=splits)
-    return o[:, None]
-
-
-def _pages(case: Case, k, v) -> dict:
-    """The caches of all rows in pages [K, B * S / PAGE, PAGE, H]."""
-    # under jit one copy, of up to 17 GB
-    to_pages = jax.jit(lambda x: jnp.moveaxis(x.reshape(-1, PAGE, case.K, case.H), 2, 0))
-    table = jnp.arange(case.B * case.S // PAGE, dtype=jnp.int32).reshape(case.B, -1)
-    return dict(k_pages=to_pages(k), v_pages=to_pages(v), table=table)
-
-
-def _refuse_pages(case: Case) -> str | None:
-    if importlib.util.find_spec(f"{PALLAS}.paged_attention") is None:
-        return f"jax {jax.__version__} no longer has {PALLAS}.paged_attention"
-    pages, is_power_of_2 = case.S // PAGE, lambda n: n & (n - 1) == 0
-    if case.S % PAGE or not (is_power_of_2(pages) and is_power_of_2(case.H)):
-        return f"S / {PAGE} and H must be powers of two; got S = {case.S}, H = {case.H}"
-    return _refuse_prefill(case)
-
-
-def _mgpu(case: Case, q, k, v):
-    from jax.experimental.pallas.ops.gpu import attention_mgpu as mgpu
-
-    # as its own main() chooses them: the longest block of keys that fits; the backward's are its
-    # tests'
-    backward = "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
-    config = mgpu.TuningConfig(
-        block_q=64,
-        block_kv=max(64, 16384 // case.H),
-        max_concurrent_steps=2,
-        causal=case.causal,
-        **dict.fromkeys(backward, None if case.causal else 64),
-    )
-    return mgpu.attention(q, k, v, config)
 
 
 def _tokamax(case: Case, *args, **operands):
@@ -306,7 +259,6 @@ FA3 = (
     "forward, head size 128, 16384 long, an H100 SXM"
 )
 PALLAS = "jax.experimental.pallas.ops.gpu"
-PAGE = 64  # keys, of a paged cache
 PLAIN = ("window", "documents", "value size other than H")  # that it lacks
 JLA = Contender(
     "jla",
@@ -333,28 +285,12 @@ PEERS = [
         needs_gpu=True,
     ),
     Contender(
-        "attention_mgpu",
-        _mgpu,
-        lacks=(*PLAIN, "key length other than T"),
-        modules=("absl", f"{PALLAS}.attention_mgpu"),
-        dtype="float16",  # its buffers are, whatever it is given
-    ),
-    Contender(
         "decode_attention",
         _decode_attention,
         _refuse_prefill,
         lacks=PLAIN,
         needs_gpu=True,
         modules=(f"{PALLAS}.decode_attention",),
-        passes=tuple(PASSES[:1]),
-    ),
-    Contender(
-        "paged_attention",
-        _paged_attention,
-        _refuse_pages,
-        _pages,
-        lacks=PLAIN,
-        needs_gpu=True,
         passes=tuple(PASSES[:1]),
     ),
     Contender(

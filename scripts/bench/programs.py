@@ -160,7 +160,7 @@ class CheckResult(NamedTuple):
 
 @functools.cache
 def check(contender: Contender, case: Case, passes: str) -> CheckResult:
-    """On the first tokens and rows of the case."""
+    """Compares a contender with the reference on the first tokens and rows of the case."""
     case = _truncate(case)
     all_ = _all(passes)
     wanted = dict(zip(RESULTS[all_], expected(case, all_), strict=True))
@@ -181,7 +181,7 @@ def check(contender: Contender, case: Case, passes: str) -> CheckResult:
 
 
 def _truncate(case: Case) -> Case:
-    """To what dense attention can hold in memory."""
+    """The case with as many tokens and rows as dense attention can hold in memory."""
     T, S = min(case.T, check_length()), min(case.S, check_length())
     return case._replace(T=T, S=S, B=min(case.B, max(1, check_length() // S)))
 

@@ -96,7 +96,7 @@ def print_ratios(rows: list[Row], ours: list[str], peers: list[str]):
 
 
 def print_table(header, rows):
-    """In Markdown."""
+    """Prints a table in Markdown."""
     rows = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])

@@ -19,7 +19,7 @@ class Timed(NamedTuple):
     peers: dict[str, float]  # a peer's time over ours
 
     def faster_peers(self) -> dict[str, str]:
-        """Those with a ratio below 1, as it is printed."""
+        """Peers with a ratio below 1, and the ratio as it is printed."""
         texts = {peer: as_text(ratio) for peer, ratio in self.peers.items()}
         return {peer: text for peer, text in texts.items() if float(text) < 1}
 
@@ -66,6 +66,6 @@ def _deterministic(row: dict[str, str]) -> float | None:
 
 
 def _over(timed: Timed, by: float) -> Timed:
-    """The same beside an implementation of ours that takes `by` times as long."""
+    """The row for an implementation of ours that takes `by` times as long."""
     peers = {peer: ratio / by for peer, ratio in timed.peers.items()}
     return timed._replace(tflops=timed.tflops / by, peers=peers)

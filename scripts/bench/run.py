@@ -32,14 +32,14 @@ class Task(NamedTuple):
 
 
 def share_gpu():
-    """To be called before jax sees the GPU."""
-    # of 80 GB: the largest caches, in pages too; but several processes share them
+    """Limits jax's share of GPU memory; call it before jax sees the GPU."""
+    # the largest caches take most of 80 GB, which several processes share
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def add_options(add: Callable):
-    """Of a run."""
+    """Adds the options of a run."""
     add(
         "--repeats",
         type=int,

@@ -14,7 +14,7 @@ from pallas_flash.transforms import autodiff
 
 
 class Change(NamedTuple):
-    """Of a field of one of the kernels that an implementation's tiles describe."""
+    """A new value for a field of one of the kernels that an implementation's tiles describe."""
 
     kernel: str
     field: str
@@ -22,7 +22,7 @@ class Change(NamedTuple):
 
 
 def parse(text: str) -> list[Change]:
-    """Of "KERNEL.FIELD=VALUE, ..."."""
+    """Changes typed as "KERNEL.FIELD=VALUE, ..."."""
     changes = []
     for change in text.split(", "):
         place, _, value = change.partition("=")
@@ -60,7 +60,7 @@ def changed(tiles, changes: list[Change]):
 
 
 def one_kernel(problem: Problem, implementation: str) -> Any:
-    """Those of a backward in one kernel, however few keys queries see; NotImplementedError where
+    """Tiles of a backward in one kernel, however few keys queries see; NotImplementedError where
     there is none."""
     found = hopper.tiles(problem, fused=True) if implementation == "hopper" else None
     if found is None or found.fused is None:

@@ -79,7 +79,7 @@ def _started(job: dict, log: pathlib.Path) -> Iterator[subprocess.Popen]:
 
 
 def serve(job: str):
-    """In the process: measures a case, and says what it does and finds."""
+    """Measures a case in the worker process, and reports each step and row."""
     job = json.loads(job)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

@@ -144,7 +144,7 @@ class Row:
 
 
 def printable(text: str) -> str:
-    """Without what would control the terminal."""
+    """The text without characters that control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

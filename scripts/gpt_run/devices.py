@@ -87,7 +87,7 @@ def spec(shape: tuple[int, ...], axes) -> P:
 
 
 def shardings(state):
-    """Of each array of a state; the optimizer's are those of the parameters."""
+    """A sharding for each array of a state; the optimizer's are those of the parameters."""
     mesh = jax.sharding.get_mesh()
 
     def sharding(path, x):
@@ -156,5 +156,5 @@ def flops_per_token(args, parameters) -> float:
 
 
 def peak_flops(kind: str) -> float | None:
-    """Of dense 16-bit products, per second."""
+    """Dense 16-bit operations per second of a GPU, None for other devices."""
     return next((gpu.products for gpu in GPUS.values() if gpu.kind == kind), None)

@@ -56,7 +56,7 @@ def open_folder(args):
 
 
 def is_first_process(args) -> bool:
-    """Of those that train together, the one that writes."""
+    """Whether this is the process that writes, of those that train together."""
     if args.hosts is None:
         return True
     import jax

@@ -51,7 +51,7 @@ def new_optimizer(args):
 
 
 def learning_rate(args):
-    """Of a step, counted from 0: a linear warmup, then a cosine."""
+    """The rate of a step, counted from 0: a linear warmup, then a cosine."""
     peak, warmup = args.learning_rate, args.warmup
     return optax.warmup_cosine_decay_schedule(
         peak / (warmup + 1), peak, warmup, args.steps, peak / 10
@@ -88,7 +88,7 @@ def mean_loss(structure, parameters, windows, key=None):
 
 
 def loss_and_gradients(structure, parameters, windows, steps: int, key=None):
-    """Of all windows, accumulated over `steps` of them."""
+    """Loss and gradients of all windows, accumulated over `steps` parts of them."""
     differentiate = jax.value_and_grad(lambda *inputs: mean_loss(structure, *inputs))
     if steps == 1:
         return differentiate(parameters, windows, key)

@@ -262,7 +262,7 @@ def describe(args) -> str:
 
 
 def validate(args) -> argparse.Namespace:
-    """With the defaults that follow from other settings; refuses sizes that do not fit together."""
+    """Adds defaults that follow from other settings; refuses sizes that do not fit together."""
     args.kv_heads = args.kv_heads or args.heads
     mesh = dict.fromkeys(AXES, 1) | (args.mesh or {})
     preset = f", with --preset {args.preset}" if args.preset else ""

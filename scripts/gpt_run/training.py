@@ -174,7 +174,7 @@ def report_changes(folder: pathlib.Path, args, text: Text, attention: str, done:
 
 
 def apart(*numbers: float) -> list[str]:
-    """In two digits, or in as many more as tell them apart."""
+    """The numbers in two digits, or in as many more as tell them apart."""
     digits = (n for n in range(2, 10) if len({f"{x:.{n}g}" for x in numbers}) == len({*numbers}))
     n = next(digits, 10)
     return [f"{x:.{n}g}" for x in numbers]
@@ -224,8 +224,8 @@ def print_samples(args, parameters):
 
 
 def check(args, text: Text):
-    """The same model, seed and batches with two implementations of attention: every step's losses
-    must agree."""
+    """Trains one model with two implementations of attention, by one seed and the same batches; the
+    losses of every step must agree."""
     attention = resolve(args)
     tolerance = CHECK_TOLERANCE[args.dtype]
     largest = 0.0

@@ -1,6 +1,5 @@
 """Self-checks that have begun, each a locked file beside the record. The lock ends with its
-process: a file that nobody locks is of a check whose process crashed or was killed, which leave the
-same traces."""
+process: an unlocked file is of a check whose process crashed or was killed, which look alike."""
 
 import atexit
 import contextlib
@@ -21,13 +20,13 @@ except ImportError:  # on Windows, for which jax has no GPUs
     fcntl = None
 
 SUFFIX = ".attempt"
-# seconds, more than a check takes: some shared file systems lock within a host alone, and a process
-# of another host may be there
+# seconds, more than a check takes: some shared file systems lock within a host alone, so that a
+# process of another host may still run
 LATER = 3600
 
 
 class Attempt(NamedTuple):
-    number: int  # one more than those before it that ended with their process
+    number: int  # counts attempts that ended with their process, this one included
     pid: int
     host: str
     boot: str  # what the host calls its running kernel
@@ -38,21 +37,21 @@ class Attempt(NamedTuple):
 
 
 def unfinished(record: pathlib.Path) -> Attempt | None:
-    """The last whose process is gone."""
-    found = []
+    """The last attempt whose process is gone."""
+    attempts = []
     for path in _files(record):
         with contextlib.suppress(OSError, ValueError, TypeError), path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # OSError: its process runs
             attempt = Attempt(**json.load(file))
             is_old = time.time() - os.fstat(file.fileno()).st_mtime > LATER
-            found += [attempt] if is_old or attempt.boot == _boot() else []
-    return max(found, default=None)
+            attempts += [attempt] if is_old or attempt.boot == _boot() else []
+    return max(attempts, default=None)
 
 
 @contextlib.contextmanager
 def begin(record: pathlib.Path) -> Iterator[None]:
-    """Within, an attempt is on file. It stays there only if the process ends within, other than by
-    an exception or sys.exit."""
+    """A context with an attempt on file. The file stays only if the process ends within it, other
+    than by an exception or sys.exit."""
     before = unfinished(record)
     remove = _lock_file(record, before.number + 1 if before else 1)
     atexit.register(remove)  # another thread may end the process
@@ -64,14 +63,15 @@ def begin(record: pathlib.Path) -> Iterator[None]:
 
 
 def forget(record: pathlib.Path):
-    """All of them."""
+    """Removes the files of all attempts."""
     for path in _files(record):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def _lock_file(record: pathlib.Path, number: int) -> Callable[[], None]:
-    """Makes it, where files can be made and locked, and returns what removes it."""
+    """Makes and locks the file of an attempt, if the folder lets it, and returns the function that
+    removes it."""
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     attempt = Attempt(number, os.getpid(), platform.node(), _boot(), now)
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def _lock_file(record: pathlib.Path, number: int) -> Callable[[], None]:
         file = stack.enter_context(tempfile.NamedTemporaryFile("w", **name, delete=False))
         stack.callback(pathlib.Path(file.name).unlink, missing_ok=True)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.write(json.dumps(attempt._asdict()))  # nobody takes an empty one for an attempt
+        file.write(json.dumps(attempt._asdict()))  # an empty file is no attempt
         file.flush()
         return stack.pop_all().close
     return lambda: None
@@ -93,7 +93,7 @@ def _files(record: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _boot() -> str:
-    """Differs by host, and is the same in all of its containers."""
+    """A name that differs by host, and is the same in all of its containers."""
     with contextlib.suppress(OSError):
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()

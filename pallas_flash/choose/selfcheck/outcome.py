@@ -1,4 +1,4 @@
-"""What comes of a check: kernels are right, wrong, or could not be checked; and which of these an
+"""The outcome of a check: kernels are right, wrong, or could not be checked; and which of these an
 error means."""
 
 import contextlib
@@ -10,10 +10,10 @@ from pallas_flash.choose.selfcheck.attempts import Attempt
 
 
 class Verdict(NamedTuple):
-    """Kernels passed where nothing is wrong or unknown."""
+    """The verdict on kernels: they passed if nothing is wrong or unknown."""
 
     errors: dict[str, float]
-    wrong: str | None = None  # what is; final
+    wrong: str | None = None  # what is wrong; final
     unknown: str | None = None  # why they could not be checked; a later check may succeed
 
     @property
@@ -29,7 +29,7 @@ def hangs(limit: float) -> Verdict:
 
 
 def crashes(last: Attempt) -> Verdict:
-    """That of checks, the last of so many, which ended with their process."""
+    """The verdict on kernels whose checks, of which this is the last, ended with their process."""
     ended = f"its check ended the process {last.number} times, the last time {last}"
     return Verdict({}, f"{ended}; it crashes, unless all were killed")
 
@@ -41,14 +41,14 @@ def _cuda(names: str) -> str:
     return f"CUDA_ERROR_({'|'.join(names.split())})\\b"
 
 
-# Of kernels that read, jump or stay where they must not.
+# by kernels that read, jump or stay where they must not
 FAULTS = _cuda(
     "ILLEGAL_ADDRESS MISALIGNED_ADDRESS INVALID_ADDRESS_SPACE ILLEGAL_INSTRUCTION INVALID_PC "
     "HARDWARE_STACK_ERROR ASSERT TENSOR_MEMORY_LEAK LAUNCH_FAILED LAUNCH_TIMEOUT"
 )
-# of the hardware and other programs
+# by the hardware and other programs
 OTHERS_FAULTS = _cuda("ECC_UNCORRECTABLE NVLINK_UNCORRECTABLE CONTAINED CONTEXT_IS_DESTROYED")
-# what ptxas calls fatal too
+# ptxas calls these fatal too
 TRANSIENT = "memory allocation failure|could not (be )?open"
 # by a compiler, or by the driver that loads and launches what it made
 REFUSALS = "|".join(
@@ -61,11 +61,12 @@ REFUSALS = "|".join(
 
 
 class Earlier(Exception):
-    """A fault that the GPU had before it ran kernels."""
+    """Raised for a fault that the GPU had before it ran kernels."""
 
 
 def failed(text: str) -> Verdict:
-    """The verdict of an error: what kernels cannot help, as a lack of memory, may be transient."""
+    """The verdict for the text of an error. Errors that are not the kernels' fault, as a lack of
+    memory, may be transient."""
     if line := _line(FAULTS, text):
         return Verdict({}, f"its kernels fault: {line}")
     if (line := _line(REFUSALS, text)) and not _line(TRANSIENT, text):
@@ -85,7 +86,7 @@ def loses_gpu(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def before_kernels() -> Iterator[None]:
-    """Within, kernels have not run yet: they are not the cause of faults."""
+    """A context in which kernels have not run yet: they are not the cause of its faults."""
     try:
         yield
     except Exception as error:
@@ -96,6 +97,6 @@ def before_kernels() -> Iterator[None]:
 
 
 def _line(pattern: str, text: str) -> str | None:
-    """The first that matches."""
+    """The first line that matches."""
     lines = (line.removesuffix(".") for line in text.splitlines())
     return next((line for line in lines if re.search(pattern, line, re.I)), None)

@@ -1,5 +1,4 @@
-"""Keeps the findings about kernels on this machine in the user's cache folder, a file for each
-finding."""
+"""Stores the verdicts on kernels on this machine in the user's cache folder, a file for each."""
 
 import contextlib
 import functools
@@ -20,7 +19,7 @@ from pallas_flash.jax_support import hardware
 
 
 class Machine(NamedTuple):
-    """What a finding depends on, beside the kernels' variant."""
+    """What a verdict depends on, beside the kernels' variant."""
 
     gpu: str
     driver: str
@@ -30,8 +29,8 @@ class Machine(NamedTuple):
 
 
 def machine() -> Machine | None:
-    """This one, with the GPU that a call is for; None where it is for none, or for one that is not
-    here: nothing can be tried."""
+    """This machine, with the GPU that a call is for; None if the call is for no GPU, or for one
+    that is not here: nothing can be tried."""
     gpu = hardware.gpu()
     return (
         None
@@ -68,12 +67,12 @@ COMPILERS = (
 @functools.cache
 def compilers() -> str:
     """The versions of the packages that make code: XLA, its plugin, and ptxas."""
-    here = {
+    versions = {
         package.name: package.version
         for name in COMPILERS
         for package in importlib.metadata.distributions(name=name)
     }
-    return ", ".join(f"{name} {version}" for name, version in here.items())
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 @functools.cache
@@ -91,7 +90,7 @@ def folder() -> pathlib.Path:
 
 
 def read(variant: Any, machine: Machine) -> dict[str, Any] | None:
-    """What was written of the variant on such a machine; None if nothing can be read."""
+    """What was written about the variant on such a machine; None if nothing can be read."""
     # RuntimeError: there is no home folder
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         record = json.loads(_path(variant, machine).read_text())
@@ -99,10 +98,10 @@ def read(variant: Any, machine: Machine) -> dict[str, Any] | None:
     return None
 
 
-def write(variant: Any, machine: Machine, found: dict[str, Any]) -> str | None:
-    """Writes what was found, whole or not at all, whoever else writes the same, and forgets
-    unfinished checks. Returns why it cannot, if it cannot."""
-    record = json.dumps(variant._asdict() | machine._asdict() | found, indent=1)
+def write(variant: Any, machine: Machine, verdict: dict[str, Any]) -> str | None:
+    """Writes a verdict, whole or not at all, whoever else writes the same, and forgets unfinished
+    checks. Returns why it cannot, if it cannot."""
+    record = json.dumps(variant._asdict() | machine._asdict() | verdict, indent=1)
     try:
         path = _path(variant, machine)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,7 +122,7 @@ def unfinished(variant: Any, machine: Machine) -> Attempt | None:
 
 
 def begin(variant: Any, machine: Machine) -> contextlib.AbstractContextManager:
-    """Within, a check is on file, which stays there if it ends the process."""
+    """A context with a check on file, which stays there if the process ends within it."""
     with contextlib.suppress(RuntimeError):
         return attempts.begin(_path(variant, machine))
     return contextlib.nullcontext()

@@ -1,4 +1,5 @@
-"""An implementation on trial, in a process of its own: compared with the reference, then timed."""
+"""Runs an implementation on trial, in a process: compares it with the reference, and then times
+it."""
 
 import concurrent.futures
 import itertools
@@ -17,7 +18,7 @@ import jax
 
 from pallas_flash import checks
 from pallas_flash.choose import implementations, selection
-from pallas_flash.choose.selfcheck import comparison, outcome, records, verdicts
+from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems, verdicts
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.choose.selfcheck.verdicts import Variant
 from pallas_flash.jax_support import hardware
@@ -26,19 +27,19 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
 
-COMMAND = [sys.executable, "-m", "pallas_flash"]  # that does what CASE tells it
+COMMAND = [sys.executable, "-m", "pallas_flash"]  # runs a case after CASE
 CASE = "--case"
-READY = "ready"  # says a process that has compiled
-LENGTH = 2048  # of calls that have every kernel of a variant: see hopper/tuning.py
-SECONDS = 40  # that a process takes on a GPU, nearly all of it to compile: an estimate
-Sizes = list[tuple[int, int]]  # of heads: of queries and keys, and of values
-# The last three of a Case: those that most calls need, and all.
+READY = "ready"  # printed by a process that has compiled
+LENGTH = 2048  # with so many queries and keys every kernel of a variant runs: hopper/tuning.py
+SECONDS = 40  # estimated time of a process on a GPU, nearly all of it to compile
+Sizes = list[tuple[int, int]]  # head sizes of queries and keys, and of values
+# the last three fields of a Case: those that most calls need, and all
 SHORT = [(True, 0.0, None), (False, 0.0, None), (None, 0.0, "decoding")]
 SCHEMES = [
     *SHORT,
     (True, 0.25, None),
     (False, 0.25, None),
-    *itertools.product((True, False), (0.0,), comparison.EXTRAS),
+    *itertools.product((True, False), (0.0,), small_problems.EXTRAS),
     (True, 0.0, comparison.FORWARD_MODE.name),
 ]
 _one_runs = threading.Lock()
@@ -51,16 +52,17 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool | None
     dropout_rate: float
-    extra: str | None  # of comparison.EXTRAS, or decoding, or forward mode
+    extra: str | None  # one of small_problems.EXTRAS, or decoding, or forward mode
 
     def problem(self) -> Problem:
-        """NotImplementedError says why this machine cannot run it."""
+        """The problem that has the case's kernels. Raises NotImplementedError, which says why this
+        machine cannot run it."""
         queries = 1 if self.extra == "decoding" else LENGTH
         sizes = dict(batch=1, queries=queries, keys=LENGTH, heads=2, kv_heads=2, sinks=False)
         static = dict(implementation=self.implementation, deterministic=self.deterministic)
         static |= dict(dropout_rate=self.dropout_rate)
         heads = self.head_size, self.value_size, self.dtype
-        call, _ = comparison.trial_call(*heads, [self.extra], sizes, **static)
+        call, _ = small_problems.make_call(*heads, [self.extra], sizes, **static)
         problem = checks.from_shapes(lambda call: arguments.normalise(call)[0], Call(**call))
         selection.first(problem, self.implementation)  # raises where it cannot run
         return problem
@@ -70,12 +72,13 @@ class Case(NamedTuple):
 
     @property
     def entry(self) -> comparison.EntryPoint:
-        """How its kernels are checked."""
+        """How the kernels of the case are checked."""
         is_forward_mode = self.extra == comparison.FORWARD_MODE.name
         return comparison.FORWARD_MODE if is_forward_mode else comparison.FLASH_ATTENTION
 
     def variant(self) -> Variant:
-        """NotImplementedError says why this machine cannot run it."""
+        """The variant of the case's kernels. Raises NotImplementedError, which says why this
+        machine cannot run them."""
         if self.entry is comparison.FORWARD_MODE and self.backend().tangent is None:
             raise NotImplementedError("blockwise is its forward mode")
         return verdicts.variant_of(self.backend(), self.problem(), self.entry)
@@ -83,29 +86,29 @@ class Case(NamedTuple):
 
 class Finding(NamedTuple):
     verdict: Verdict
-    compile: float | None = None  # seconds, of forward and backward; of decoding the forward alone
-    run: float | None = None
+    compile: float | None = None  # seconds for forward and backward, or decoding's forward alone
+    run: float | None = None  # seconds
 
 
 def cases(
     names: Iterable[str], sizes: Sizes | None, dtypes: list[str], everything: bool
 ) -> tuple[dict[Variant, Case], dict[str, str]]:
-    """A case for each variant that this machine can run; and for each implementation that has none,
-    why."""
-    found, refused, schemes = {}, {}, SCHEMES if everything else SHORT
+    """A case for each variant that this machine can run; and for each implementation without one,
+    why it has none."""
+    chosen, refused, schemes = {}, {}, SCHEMES if everything else SHORT
     for name in names:
-        # of the plainest problem: what this machine lacks
+        # what this machine lacks even for the plainest problem
         if why_not := implementations.find(name).why_not(_plain()):
             refused[name] = why_not
             continue
-        of_sizes = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
-        for case in [Case(name, *size, dtype, *scheme) for size, dtype, scheme in of_sizes]:
+        fields = itertools.product(sizes or default_sizes(name, everything), dtypes, schemes)
+        for case in [Case(name, *size, dtype, *scheme) for size, dtype, scheme in fields]:
             try:
-                found.setdefault(case.variant(), case)
+                chosen.setdefault(case.variant(), case)
             except NotImplementedError as error:
                 refused.setdefault(name, str(error))
-    able = {variant.implementation for variant in found}
-    return found, {name: reason for name, reason in refused.items() if name not in able}
+    able = {variant.implementation for variant in chosen}
+    return chosen, {name: reason for name, reason in refused.items() if name not in able}
 
 
 def _plain() -> Problem:
@@ -114,13 +117,9 @@ def _plain() -> Problem:
 
 def default_names() -> list[str]:
     """The implementations with kernels that this machine runs by default once their self-check has
-    passed; where there are none, all that it runs by default."""
-    names = [
-        backend.name
-        for backend in implementations.BACKENDS
-        if backend.why_not_by_default(_plain()) is None
-    ]
-    return [name for name in names if implementations.find(name).own_kernels] or names
+    passed; if there are none, all that it runs by default."""
+    able = [b for b in implementations.BACKENDS if b.why_not_by_default(_plain()) is None]
+    return [b.name for b in able if b.own_kernels] or [b.name for b in able]
 
 
 def default_sizes(name: str, everything: bool) -> Sizes:
@@ -128,12 +127,12 @@ def default_sizes(name: str, everything: bool) -> Sizes:
     the toy GPT's is 32."""
     if not (name in default_names() and implementations.find(name).own_kernels):
         return [(64, 64)]
-    more = [(192, 128), (256, 256), (512, 512)] if everything else []
-    return [(32, 32), (64, 64), (128, 128), *more]
+    rare = [(192, 128), (256, 256), (512, 512)] if everything else []
+    return [(32, 32), (64, 64), (128, 128), *rare]
 
 
 def findings(cases: Iterable[Case], limit: float, jobs: int) -> Iterator[Finding]:
-    """Of so many processes at a time, in the order of the cases."""
+    """The findings of the cases, in their order, by so many processes at a time."""
     pool = concurrent.futures.ThreadPoolExecutor(jobs)
     try:
         yield from pool.map(lambda case: in_a_process(case, limit), cases)
@@ -142,8 +141,8 @@ def findings(cases: Iterable[Case], limit: float, jobs: int) -> Iterator[Finding
 
 
 def in_a_process(case: Case, limit: float) -> Finding:
-    """What a process finds of a case. Several may compile at a time, and one runs; that it does not
-    end within `limit` seconds then, or dies, is a finding too."""
+    """Runs a case in a process. Several may compile at a time, and one runs; that it does not end
+    within `limit` seconds then, or dies, is a finding too."""
     command = [*COMMAND, CASE, json.dumps(case)]
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -152,7 +151,7 @@ def in_a_process(case: Case, limit: float) -> Finding:
         ) as process,
     ):
         said = ""
-        # it ends where there is nothing to run
+        # a process that has nothing to run ends at once
         while (line := process.stdout.readline()) and line.strip() != READY:
             said += line
         with _one_runs:
@@ -169,37 +168,28 @@ def in_a_process(case: Case, limit: float) -> Finding:
 
 
 def _died(status: int, errors: str) -> Verdict:
-    """Of a process that ended by itself or by a signal."""
+    """The verdict on a process that exited with this status."""
     if status > 0:
         return outcome.failed((errors.strip().splitlines() or ["its process failed"])[-1])
-    died = f"its process died of {signal.Signals(-status).name}"
-    of_itself = -status in (
-        signal.SIGABRT,
-        signal.SIGBUS,
-        signal.SIGFPE,
-        signal.SIGILL,
-        signal.SIGSEGV,
-        signal.SIGTRAP,
-    )
-    return (
-        Verdict({}, died)
-        if of_itself
-        else Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
-    )
+    name = signal.Signals(-status).name
+    died = f"its process died of {name}"
+    if name in "SIGABRT SIGBUS SIGFPE SIGILL SIGSEGV SIGTRAP".split():  # by its own fault
+        return Verdict({}, died)
+    return Verdict({}, unknown=f"{died}, which others send: a system short of memory, say")
 
 
 class Setting(NamedTuple):
-    """The sizes of the problems."""
+    """The sizes of the small problems, and of the problem that is timed."""
 
-    checked: list[dict[str, int]] | None  # None: as the self-check has them
+    checked: list[dict[str, int]] | None  # None: those of the self-check
     timed: tuple[int, int, int]  # batch, queries and keys, heads
     rounds: int
 
 
 ON_GPU = Setting(None, (4, 2048, 8), 20)
-ON_CPU = Setting([comparison.SIZES], (1, 1024, 4), 5)
+ON_CPU = Setting([small_problems.SIZES], (1, 1024, 4), 5)
 INTERPRETED = Setting(
-    [comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], (1, 37, 2), 3
+    [small_problems.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], (1, 37, 2), 3
 )
 
 
@@ -210,7 +200,7 @@ def setting(case: Case) -> Setting:
 
 
 def run_case(case: Case, ready: Callable[[], None]) -> Finding:
-    """What this process finds; it calls `ready` when it has compiled, and then runs."""
+    """The finding of this process, which calls `ready` when it has compiled, and then runs."""
     try:
         return _measure(case, ready)
     except Exception as error:
@@ -219,12 +209,12 @@ def run_case(case: Case, ready: Callable[[], None]) -> Finding:
 
 def _measure(case: Case, ready: Callable[[], None]) -> Finding:
     size, problem, backend = setting(case), case.problem(), case.backend()
-    sizes = size.checked or comparison.trials(problem)
+    sizes = size.checked or small_problems.all_sizes(problem, **case.entry.sizes)
     check = comparison.check(backend, problem, sizes, case.entry)
     is_decoding = case.extra == "decoding"
     batch, length, heads = size.timed
     sizes = dict(batch=batch, queries=1 if is_decoding else length, keys=length)
-    timed = comparison.trial(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
+    timed = small_problems.make(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
     results = comparison.forward_results if is_decoding else case.entry.results
     start = time.perf_counter()
     program = comparison.program(backend, backend.tiles(problem), results, *timed)
@@ -245,7 +235,7 @@ def _median_seconds(program: Callable, rounds: int) -> float:
 
 
 def record_verdict(variant: Variant, verdict: Verdict) -> str:
-    """Records a verdict where a call would ask for it, and says it in a word."""
+    """Records a verdict where a call looks for it, and returns it in words."""
     if machine := records.machine():
         verdicts.record(variant, machine, verdict)
     if verdict.unknown:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose.selfcheck import comparison, outcome, records
+from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware
@@ -44,14 +44,14 @@ def is_known(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTEN
 
 
 class Variant(NamedTuple):
-    """Kernels that are right or wrong together."""
+    """A set of kernels that are right or wrong together."""
 
     implementation: str
-    head_size: int  # as wide as the kernels make it
+    head_size: int  # as the kernels pad it
     value_size: int
     dtype: str
-    # of the backward; and whether the forward is decoding, weights are dropped, what else there is,
-    # and pages
+    # the order of the backward's sums, and whatever else selects other kernels: decoding, dropout,
+    # arguments, pages
     scheme: str
 
     def __str__(self):
@@ -61,29 +61,29 @@ class Variant(NamedTuple):
 
 TRUSTED = Verdict({})
 _known: dict[tuple[Variant, records.Machine], Verdict] = {}
-# when what is unknown may be checked again
+# when kernels with an unknown verdict may be checked again
 _again: dict[tuple[Variant, records.Machine], float] = {}
 _one_at_a_time = threading.Lock()
 
 
 def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> Variant:
-    # the other entries have no backward
+    # other entry points have no backward
     in_any_order = entry is FLASH_ATTENTION and backend.adds_in_any_order(problem)
     options = {
         "decoding": split_kv.is_decoding(problem),
-        "values of keys": comparison.reads_keys_alone(problem),
+        "values of keys": small_problems.reads_keys_alone(problem),
         "dropout": problem.dropped > 0,
         "the largest logits": problem.max_logits,
-        **dict.fromkeys(comparison.extras(problem), True),
+        **dict.fromkeys(small_problems.extras(problem), True),
         entry.name: entry.name,
     }
     names = [name for name, has_it in options.items() if has_it]
     scheme = ", ".join(["in any order" if in_any_order else "deterministic", *names])
-    return Variant(backend.name, *comparison.widths(problem), problem.dtype, scheme)
+    return Variant(backend.name, *small_problems.widths(problem), problem.dtype, scheme)
 
 
 def _verdict(backend: Backend, problem: Problem, check: bool, entry: EntryPoint) -> Verdict | None:
-    """None: it is not known, and `check` is False."""
+    """The verdict on kernels; None if it is not known, and `check` is False."""
     machine = records.machine() if backend.own_kernels and not _trusts() else None
     if machine is None:
         return TRUSTED
@@ -119,7 +119,7 @@ def _recorded(variant: Variant, machine: records.Machine) -> Verdict | None:
 
 
 def record(variant: Variant, machine: records.Machine, verdict: Verdict) -> bool:
-    """What is unknown is no finding. Whether a later process knows the verdict."""
+    """Records a verdict, unless it is unknown. Returns whether a later process knows it."""
     why_not = None if verdict.unknown else records.write(variant, machine, verdict._asdict())
     if why_not:
         _log.warning(
@@ -168,10 +168,10 @@ def _announce(variant: Variant, machine: records.Machine):
 
 
 def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdict, bool]:
-    """And whether this process can no longer use the GPU."""
+    """Checks kernels: the verdict, and whether this process can no longer use the GPU."""
     try:
-        sizes = comparison.trials(problem, entry)
-        # compilers may be slow
+        sizes = small_problems.all_sizes(problem, **entry.sizes)
+        # without a limit: compilers may be slow
         ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, entry))
         return _in_a_thread(ready, LIMIT), False
     except TimeoutError:

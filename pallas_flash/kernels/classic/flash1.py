@@ -12,16 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from pallas_flash.jax_support.jax_internals import mlir
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
-
-# Pallas' interpreter has one thread, which waits for nobody.
-mlir.register_lowering(jax.make_jaxpr(plgpu.debug_barrier)().eqns[0].primitive, lambda ctx: ())
 
 
 class Tiles(NamedTuple):
@@ -35,14 +29,14 @@ class Tiles(NamedTuple):
 
 
 def tiles(problem: Problem) -> Tiles:
-    """The paper's tiles for 64 KiB of the 100 to 228 that an SM has: a multiprocessor keeps more
-    there than q, k, v and o."""
+    """The paper's tiles for an SRAM of 64 KiB. An SM has 100 to 228 KiB, and holds more there than
+    q, k, v and o."""
     return tiles_for(problem, 2**16 // jnp.dtype(problem.dtype).itemsize)
 
 
 def tiles_for(problem: Problem, sram: int) -> Tiles:
-    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements; as powers of
-    two, which Triton asks for."""
+    """B_c = ceil(M / 4 H) and B_r = min(B_c, H) for an SRAM of M = `sram` elements, rounded
+    to powers of two, which Triton asks for."""
     p = problem
     size = power_of_two(max(p.head_size, p.value_size))
     # the largest power of two that is not above B_c
@@ -51,7 +45,7 @@ def tiles_for(problem: Problem, sram: int) -> Tiles:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot run a problem that the Triton ones can, or None."""
+    """Why these kernels cannot run a problem, beyond `pallas_call.why_not`; or None."""
     if problem.score is not None:
         return "it has no gradients for the arrays of a score_mod"
     return "it has no gradient for a bias" if problem.bias is not None else None
@@ -60,21 +54,10 @@ def why_not(problem: Problem) -> str | None:
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     p, x = problem, mods.flatten(x)
-    at = tile.layout(p, tiles, lambda n, b: dict(b=b, B=b, n=n, k=n // p.group))
-    rows = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
-    o, *stats = tile.launch(
-        functools.partial(_kernel, problem=p, tiles=tiles),
-        (x,),
-        grid=(p.heads, p.batch),
-        in_specs=[at.operands(x)],
-        out_specs=[at.spec("btnv"), *[at.spec("bnt")] * p.statistics],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), jnp.float32),
-            *[rows] * p.statistics,
-        ],
-        tiles=tiles,
-        name="flash1_attention_forward",
-    )
+    index = lambda n, b: dict(b=b, B=b, n=n, k=n // p.group)
+    grid = tile.grid(p, tiles, (p.heads, p.batch), index)
+    out = [(jnp.float32, "btnv"), *[(jnp.float32, "bnt")] * p.statistics]
+    o, *stats = grid.launch(_kernel, x, out=out, name="flash1_attention_forward")
     return (o if p.kept == 1 else o / p.kept).astype(x.query.dtype), online_softmax.SoftmaxState(
         *stats
     )
@@ -121,29 +104,23 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
 
 
 def _for_query_tiles(p: Problem, tiles: Tiles, body, carry):
-    """carry = body(rows, carry) over all tiles of queries; what it wrote, every thread may read
-    afterwards."""
+    """Runs carry = body(rows, carry) over all tiles of queries. Every thread may read afterwards
+    what the body wrote."""
     step = lambda i, carry: body(tile.span(i, tiles.block_q, p.queries), carry)
     carry = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, carry)
-    plgpu.debug_barrier()
+    tile.barrier()
     return carry
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
-    """lse is the paper's l and m in one; the cotangent of lse is in delta already."""
+    """The gradients of q, k and v. `lse` is the paper's m and l in one number; delta already
+    includes the cotangent of lse."""
     p, x = problem, mods.flatten(x)
-    at = tile.layout(p, tiles, lambda k, b: dict(b=b, B=b, n=k, k=k), n=p.group)
-    dq, dk, dv = tile.launch(
-        functools.partial(_backward_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta),
-        grid=(p.kv_heads, p.batch),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[at.spec("btnh"), at.spec("bskh"), at.spec("bskv")],
-        out_shape=[
-            jax.ShapeDtypeStruct(x.query.shape, jnp.float32),
-            *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.key, x.value)),
-        ],
-        tiles=tiles,
+    index = lambda k, b: dict(b=b, B=b, n=k, k=k)
+    grid = tile.grid(p, tiles, (p.kv_heads, p.batch), index, n=p.group)
+    dq, dk, dv = grid.launch(
+        *(_backward_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(jnp.float32, "btnh"), (x.key.dtype, "bskh"), (x.value.dtype, "bskv")],
         name="flash1_attention_backward",
     )
     return Gradients(dq.astype(x.query.dtype), dk, dv)
@@ -163,6 +140,7 @@ def _backward_kernel(
 ):
     p, b, head = problem, pl.program_id(1), pl.program_id(0) * problem.group
     columns = tile.head(dq_ref, p.head_size)
+    refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
 
     def start(g, row, _):
         zeros = jnp.zeros((tiles.block_q, dq_ref.shape[2]), jnp.float32)
@@ -176,11 +154,7 @@ def _backward_kernel(
         def query_tile(g, row, carry):
             dk, dv = carry
             mask = tile.mask(x.resolved_mask, row, p.queries, pair=(b, head + g))
-            by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.GradientRows(
-                x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
-            )
-            rows, valid = refs.load(p, row, row.inside), mask.valid(row, True)[:, None]
+            rows, valid = refs.at(row, g).load(p, row, row.inside), mask.valid(row, True)[:, None]
             rows = rows._replace(q=jnp.where(valid, rows.q, 0), do=jnp.where(valid, rows.do, 0))
             reach = mask.reach(key, True)[:, None]
             k_, v_ = jnp.where(reach, k, 0), jnp.where(reach, v, 0)
@@ -188,8 +162,9 @@ def _backward_kernel(
             drop = functools.partial(tile.drop, p, x.seeds, (g,), row, key)
             prob, ds = tile.gradients(p, rows, k_, v_, None, visible, drop)  # [bq, bk]
             ds = ds.astype(k.dtype)
-            dq = tile.load(dq_ref.at[by_row], row.inside, columns) + p.scale * tile.dot(ds, k_)
-            tile.store(tile.subtile(dq_ref, *by_row), dq, row.inside, columns)
+            dq = tile.load(dq_ref.at[row.slice, g], row.inside, columns)
+            dq = dq + p.scale * tile.dot(ds, k_)
+            tile.store(tile.subtile(dq_ref, row.slice, g), dq, row.inside, columns)
             return dk + tile.t_dot(ds, rows.q), dv + tile.t_dot(prob.astype(k.dtype), rows.do)
 
         zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
@@ -207,6 +182,6 @@ def _backward_kernel(
 
 
 def _for_heads(p: Problem, tiles: Tiles, body, carry):
-    """The same over all heads of a group too: carry = body(head, rows, carry)."""
-    one = lambda g, carry: _for_query_tiles(p, tiles, functools.partial(body, g), carry)
-    return schedule.loop(0, p.group, one, carry)
+    """Runs carry = body(head, rows, carry) over all heads of a group and all tiles of queries."""
+    query_head = lambda g, carry: _for_query_tiles(p, tiles, functools.partial(body, g), carry)
+    return schedule.loop(0, p.group, query_head, carry)

@@ -1,19 +1,17 @@
-"""Attention as frameworks used to compute it: S and P, in the backward dP and dS, are in device
-memory, a kernel for each step.
+"""Standard attention: each step is a kernel, and S and P, in the backward dP and dS, lie in device
+memory.
 
-Nothing is skipped: scores that a mask hides are computed and set to -inf. The softmax comes in the
-two forms of arXiv:1805.02867.
+The kernels skip nothing: they compute the scores that a mask hides, and set them to -inf. The
+softmax has the two forms of arXiv:1805.02867.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
 
@@ -50,8 +48,8 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
 
 def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gradients:
-    """What frameworks kept from the forward, P, is computed again: between forward and backward
-    there are only o and lse."""
+    """The gradients of q, k, v and bias. P, which frameworks kept from the forward, is computed
+    again: the forward leaves only o and lse."""
     p, t, dtype, x = problem, tiles, x.query.dtype, mods.flatten(x)
     s = _by_tile(_scores_kernel, p, t, x, out=[jnp.float32], name="scores")[0]
     dp = _by_tile(_dp_kernel, p, t, x, (do, "btnv"), out=[jnp.float32], name="dp")[0]
@@ -66,33 +64,31 @@ def backward(problem: Problem, tiles: Tiles, x: Operands, lse, do, delta) -> Gra
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why the kernels cannot run a problem that the Triton ones can, or None."""
+    """Why these kernels cannot run a problem, beyond `pallas_call.why_not`; or None."""
     if problem.score is None:
         return None
     return "its backward needs the scores before score_mod, which it does not keep"
 
 
 def _by_tile(kernel, p: Problem, tiles: Tiles, x: Operands, *arrays, out, name):
-    """[B, N, T, S] arrays of the dtypes `out` from a kernel that owns one tile of each; `arrays`
-    come with their letters."""
+    """Arrays [B, N, T, S] of the dtypes `out`, from a kernel whose programs own one tile of each;
+    `arrays` are pairs of an array and the letters of its axes."""
     index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i, s=j)
-    at = tile.layout(p, tiles, index, t=tiles.block_q, s=tiles.block_k)
     count = schedule.ceil_div
-    return tile.launch(
-        functools.partial(kernel, problem=p, tiles=tiles),
-        (x, *(array for array, _ in arrays)),
-        grid=(count(p.keys, tiles.block_k), count(p.queries, tiles.block_q), p.heads, p.batch),
-        in_specs=[at.operands(x), *(at.spec(letters) for _, letters in arrays)],
-        out_specs=[at.spec("bnts") for _ in out],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.batch, p.heads, p.queries, p.keys), dtype) for dtype in out
-        ],
-        tiles=tiles,
-        name=f"standard_attention_{name}",
-    )
+    shape = count(p.keys, tiles.block_k), count(p.queries, tiles.block_q), p.heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
+    out = [(dtype, "bnts") for dtype in out]
+    return grid.launch(kernel, x, *arrays, out=out, name=f"standard_attention_{name}")
 
 
-def _own_tile(p: Problem, tiles: Tiles):
+def _by_rows(p: Problem, tiles: Tiles) -> tile.Grid:
+    """A program owns one tile of queries of one head."""
+    index = lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i)
+    shape = schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch
+    return tile.grid(p, tiles, shape, index, t=tiles.block_q)
+
+
+def _program_tile(p: Problem, tiles: Tiles):
     """The rows and keys that a program of `_by_tile` owns."""
     row = tile.span(pl.program_id(1), tiles.block_q, p.queries)
     return row, tile.span(pl.program_id(0), tiles.block_k, p.keys)
@@ -100,7 +96,7 @@ def _own_tile(p: Problem, tiles: Tiles):
 
 def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row, key = _own_tile(p, tiles)
+    row, key = _program_tile(p, tiles)
     mask = tile.mask(x.resolved_mask, row, p.queries, pair=(pl.program_id(3), pl.program_id(2)))
     q = tile.load(x.query, row.inside, tile.head(x.query, p.head_size))  # [bq, H]
     k = tile.load(x.key, key.inside, tile.head(x.key, p.head_size))  # [bk, H]
@@ -110,21 +106,10 @@ def _scores_kernel(x: Operands, s_ref, *, problem: Problem, tiles: Tiles):
 
 
 def _softmax(p: Problem, tiles: Tiles, x: Operands, s):
-    """P [B, N, T, S] in the query's dtype, and the numbers of the SoftmaxState [B, N, T]."""
-    at = tile.layout(
-        p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
-    )
-    row = jax.ShapeDtypeStruct(s.shape[:3], jnp.float32)
-    return tile.launch(
-        functools.partial(_softmax_kernel, problem=p, tiles=tiles),
-        (x, s),
-        grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
-        in_specs=[at.operands(x), at.spec("bnts")],
-        out_specs=[at.spec("bnts"), *[at.spec("bnt")] * p.statistics],
-        out_shape=[jax.ShapeDtypeStruct(s.shape, x.query.dtype), *[row] * p.statistics],
-        tiles=tiles,
-        name="standard_attention_softmax",
-    )
+    """P [B, N, T, S] in the query's dtype, and the fields of the SoftmaxState [B, N, T]."""
+    out = [(x.query.dtype, "bnts"), *[(jnp.float32, "bnt")] * p.statistics]
+    name = "standard_attention_softmax"
+    return _by_rows(p, tiles).launch(_softmax_kernel, x, (s, "bnts"), out=out, name=name)
 
 
 def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, tiles: Tiles):
@@ -158,12 +143,12 @@ def _softmax_kernel(x: Operands, s_ref, p_ref, *stats_refs, problem: Problem, ti
 
 
 def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The maximum m and the sum l of b^(s - m) of each row, in a pass over the keys for each
+    """The maximum m and the sum l of b^(s - m) of each row, each in a pass over the keys
     (algorithm 2)."""
     power = p.log_base.power
     first, l, top = tile.start(p, x, rows)
     # not the larger of m and the block's maximum: Triton then stores as m what it began with
-    # (results.md#executed)
+    # (mma/NOTES.md#executed)
     largest = lambda _, s, m: jnp.max(jnp.maximum(s, m[:, None]), axis=1)
     m, top = over_keys(largest, first), None if top is None else over_keys(largest, top)
     l = l if x.sinks is None else l * power(first - m)
@@ -173,19 +158,19 @@ def _safe(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.Softm
 
 
 def _online(over_keys, p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The same in one pass (algorithm 3)."""
+    """The maximum and the sum of each row, in one pass over the keys (algorithm 3)."""
     step = lambda _, s, stats: online_softmax.step(s, stats, p.log_base)[2]
     return over_keys(step, tile.start(p, x, rows))
 
 
 def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
     p = problem
-    row, key = _own_tile(p, tiles)
+    row, key = _program_tile(p, tiles)
     mask = tile.mask(x.resolved_mask, row, p.queries)
-    do = _kept(
+    do = _zero_hidden(
         tile.load(do_ref, row.inside, tile.head(do_ref, p.value_size)), mask.valid(row, True)
     )
-    v = _kept(
+    v = _zero_hidden(
         tile.load(x.value, key.inside, tile.head(x.value, p.value_size)), mask.reach(key, True)
     )
     tile.store(
@@ -196,7 +181,7 @@ def _dp_kernel(x: Operands, do_ref, dp_ref, *, problem: Problem, tiles: Tiles):
 def _softmax_backward_kernel(
     x: Operands, s_ref, dp_ref, lse_ref, delta_ref, p_ref, ds_ref, *, problem: Problem, tiles: Tiles
 ):
-    row, key = _own_tile(problem, tiles)
+    row, key = _program_tile(problem, tiles)
     s = tile.load(s_ref, row.inside, key.inside, other=-jnp.inf)
     dp = tile.load(dp_ref, row.inside, key.inside)
     lse, delta = tile.load(lse_ref, row.inside, other=jnp.inf), tile.load(delta_ref, row.inside)
@@ -208,22 +193,14 @@ def _softmax_backward_kernel(
 
 
 def _sum_over_keys(p: Problem, tiles: Tiles, x: Operands, a, b, scale: float = 1.0, *, name: str):
-    """scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
-    letters = "bskv" if b is x.value else "bskh"
-    at = tile.layout(
-        p, tiles, lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=i), t=tiles.block_q
-    )
-    (out,) = tile.launch(
-        functools.partial(
-            _sum_over_keys_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale
-        ),
-        (x, a, b),
-        grid=(schedule.ceil_div(p.queries, tiles.block_q), p.heads, p.batch),
-        in_specs=[at.operands(x), at.spec("bnts"), at.spec(letters)],
-        out_specs=[at.spec("btnv" if b is x.value else "btnh")],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, b.shape[3]), b.dtype)],
-        tiles=tiles,
+    """The product scale a b for a [B, N, T, S] and b = x.value or x.key: o from P, dq from dS."""
+    v = "v" if b is x.value else "h"
+    (out,) = _by_rows(p, tiles).launch(
+        *(_sum_over_keys_kernel, x, (a, "bnts"), (b, f"bsk{v}")),
+        out=[(b.dtype, f"btn{v}")],
         name=f"standard_attention_{name}",
+        width=b.shape[3],
+        scale=scale,
     )
     return out
 
@@ -238,7 +215,7 @@ def _sum_over_keys_kernel(
     def step(j, out):
         key = tile.span(j, tiles.block_k, p.keys)
         a = tile.load(a_ref.at[:, key.slice], row.inside, key.inside)  # [bq, bk]
-        b = _kept(tile.load(b_ref.at[key.slice], key.inside, columns), mask.reach(key, True))
+        b = _zero_hidden(tile.load(b_ref.at[key.slice], key.inside, columns), mask.reach(key, True))
         return out + tile.dot(a, b)
 
     out = schedule.loop(
@@ -250,23 +227,18 @@ def _sum_over_keys_kernel(
 def _sum_over_queries(
     p: Problem, tiles: Tiles, x: Operands, a, b, like, scale: float = 1.0, *, name: str
 ):
-    """scale a^T b for a [B, N, T, S] and b = do or x.query, over the queries and the heads of a
-    group: dv from P, dk from dS."""
+    """The product scale a^T b for a [B, N, T, S] and b = do or x.query, summed over the queries and
+    the heads of a group: dv from P, dk from dS."""
     v = "v" if like is x.value else "h"
-    at = tile.layout(
-        p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
-    )
-    (out,) = tile.launch(
-        functools.partial(
-            _sum_over_queries_kernel, problem=p, tiles=tiles, width=b.shape[3], scale=scale
-        ),
-        (x, a, b),
-        grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
-        in_specs=[at.operands(x), at.spec("bnts"), at.spec(f"btn{v}")],
-        out_specs=[at.spec(f"bsk{v}")],
-        out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype)],
-        tiles=tiles,
+    index = lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j)
+    shape = schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, s=tiles.block_k, n=p.group)
+    (out,) = grid.launch(
+        *(_sum_over_queries_kernel, x, (a, "bnts"), (b, f"btn{v}")),
+        out=[(like.dtype, f"bsk{v}")],
         name=f"standard_attention_{name}",
+        width=b.shape[3],
+        scale=scale,
     )
     return out
 
@@ -283,7 +255,9 @@ def _sum_over_queries_kernel(
             row = tile.span(i, tiles.block_q, p.queries)
             mask = tile.mask(x.resolved_mask, row, p.queries)
             a = tile.load(a_ref.at[g, row.slice], row.inside, key.inside)  # [bq, bk]
-            b = _kept(tile.load(b_ref.at[row.slice, g], row.inside, columns), mask.valid(row, True))
+            b = _zero_hidden(
+                tile.load(b_ref.at[row.slice, g], row.inside, columns), mask.valid(row, True)
+            )
             return out + tile.t_dot(a, b)
 
         return schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), step, out)
@@ -301,6 +275,6 @@ def _dbias(p: Problem, x: Operands, ds):
     return jnp.sum(ds.astype(jnp.float32), broadcast, keepdims=True).astype(x.bias.dtype)
 
 
-def _kept(x, rows):
-    """x with 0 in the other rows: what nobody sees may be NaN, and 0 * NaN is NaN."""
+def _zero_hidden(x, rows):
+    """Sets the rows of x that nobody sees to 0: they may be NaN, and 0 * NaN is NaN."""
     return jnp.where(rows[:, None], x, 0)

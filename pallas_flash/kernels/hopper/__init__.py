@@ -3,16 +3,24 @@
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined, mma
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles
-from pallas_flash.kernels.hopper.tuning import WIDEST, padded_length, padded_size, tiles
-from pallas_flash.kernels.mosaic import operations
+from pallas_flash.kernels.mosaic import elements, operations
 from pallas_flash.problem.arguments import Problem
 
 __all__ = ["copies", "tiles", "tiles_like", "why_not"]
 
+WIDEST = 512  # head size
+
 
 def why_not(problem: Problem) -> str | None:
     """Why the kernels cannot run a problem, or None."""
-    return joined(_why_not_here(), mma.why_not(problem, "wgmma", WIDEST))
+    return joined(_why_not_here(), mma.why_not_with_decoding(problem, "wgmma", WIDEST))
+
+
+def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
+    """`tuning.tiles`, which asks the kernels, and with them a Mosaic that a jax may lack."""
+    from pallas_flash.kernels.hopper import tuning
+
+    return tuning.tiles(problem, fused)
 
 
 def tiles_like(like: AllTiles, problem: Problem) -> AllTiles:
@@ -25,9 +33,9 @@ def copies(problem: Problem) -> str | None:
     None."""
     p, t = problem, tiles(problem)
     if t.decode:
-        return mma.copies(p, by_decoding=True)
-    length = lambda n: (n, padded_length(n))
-    width = lambda n: (n, padded_size(n, t.forward.swizzle))
+        return mma.copies_for_decoding(p)
+    length = lambda n: (n, elements.round_up(n, elements.TILE_ROWS))
+    width = lambda n: (n, elements.padded_size(p.dtype, n, t.forward.swizzle))
     return operations.copies(
         T=length(p.queries), S=length(p.keys), H=width(p.head_size), Hv=width(p.value_size)
     )

@@ -10,17 +10,43 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, Q
+from pallas_flash.kernels.hopper.dkv_columns import FirstConsumer, SecondConsumer
+from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, KeyConsumer, Q
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
-from pallas_flash.kernels.hopper.tuning import padded_size
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, shared_memory
+from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
+
+# Rows for head sizes, decided as forward.TILES were.
+_TWO = KeyTiles(128, 128)
+_SPLIT = _TWO._replace(width=256, value_width=256, split=True)
+_WIDE = _SPLIT._replace(width=512, value_width=512, block_q=32, swizzle=SWIZZLES[1])
+TILES = (
+    KeyTiles(64, 64, warpgroups=3),
+    KeyTiles(64, 64),  # dropout
+    # a warpgroup's registers hold S and dP beside 256 columns of dK and dV of 64 keys
+    _TWO,
+    # beside 320 they hold one of S and dP, and nothing that a soft cap, a bias or a score_mod needs
+    *(_TWO._replace(width=n, value_width=320 - n, s_before_dp=True) for n in range(64, 257, 32)),
+    _SPLIT,
+    _WIDE,
+)
+# where registers do not hold both sums; dV needs no V, which leaves room for larger blocks
+DK_TILES = tuple(_WIDE._replace(stages=n, sums=("dk",)) for n in (2, 1))
+DV_TILES = tuple(
+    _WIDE._replace(block_q=64, stages=n, swizzle=SWIZZLES[0], sums=("dv",)) for n in (2, 1)
+)
+# each consumer computes 64 x 64 of a block's dQ, for which wider heads leave no shared memory
+FUSED_TILES = (
+    KeyTiles(64, 64, block_q=128, fused=True),
+    KeyTiles(128, 128, fused=True),
+)
 
 
 class Memory(NamedTuple):
@@ -44,23 +70,23 @@ class Memory(NamedTuple):
     delta_full: Any
 
     @classmethod
-    def allocate(cls, t: KeyTiles, dtype, fused: bool) -> "Memory":
+    def allocate(cls, p: Problem, t: KeyTiles) -> "Memory":
         rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
-        block = functools.partial(tile.block, swizzle=t.swizzle)
-        has_dk, scores = "dk" in t.sums, (t.block_k, t.block_q)
+        matrix = functools.partial(shared_memory.matrix, swizzle=t.swizzle)
+        block, scores = functools.partial(matrix, p.dtype), (t.block_k, t.block_q)
+        dq = jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_slices
+        has_dk = t.has_dk
         return cls(
-            k=block(dtype, t.block_k, t.width),
-            v=block(dtype, t.block_k, t.value_width) if has_dk else None,
-            q=block(dtype, t.stages, t.block_q, t.width),
-            do=block(dtype, t.stages, t.block_q, t.value_width),
+            k=block(t.block_k, t.width),
+            v=block(t.block_k, t.value_width) if has_dk else None,
+            q=block(t.stages, t.block_q, t.width),
+            do=block(t.stages, t.block_q, t.value_width),
             lse=rows,
             delta=rows if has_dk else None,
-            p=block(dtype, 2, *scores) if t.split and "dv" in t.sums else None,
-            dp=block(dtype, *scores) if t.split and has_dk else None,
-            ds=block(dtype, *[2] * fused, *scores) if fused or (t.split and has_dk) else None,
-            dq=block(jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_slices)
-            if fused
-            else None,
+            p=block(2, *scores) if t.split and t.has_dv else None,
+            dp=block(*scores) if t.split and has_dk else None,
+            ds=block(*[2] * t.fused, *scores) if t.fused or (t.split and has_dk) else None,
+            dq=matrix(*dq) if t.fused else None,
             kv_full=plgpu.Barrier(num_arrivals=1 + has_dk),
             q_full=plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
             do_full=plgpu.Barrier(num_barriers=t.stages),
@@ -68,47 +94,47 @@ class Memory(NamedTuple):
         )
 
     def sums(self) -> dict:
-        """Where dk and dv are in the end; dv in a slot of do's, as large, where there is no v."""
+        """The places of dk and dv in the end, by name; dv in a slot of do's, as large, where there
+        is no v."""
         return dict(dk=self.k, dv=self.do.at[0] if self.v is None else self.v)
 
 
-def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta, fused: bool) -> dict:
-    """By name dk and dv, or one of them, as the tiles say; dq, if fused."""
+def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.Array]:
+    """dk and dv, or one of them, and dq, as the tiles say, by name."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     x = inputs(p, t, blocks, x, lse, do, delta)
     (q, _), (k, v) = x.queries.arrays, x.keys.arrays
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
     outputs = {name: outputs[name] for name in t.sums}
-    if fused:
-        zeros = lambda like, size: jnp.zeros(
-            (*like.shape[:3], padded_size(size, t.swizzle, 4)), jnp.float32
-        )
+    if t.fused:
+        padded_size = functools.partial(elements.padded_size, "float32", swizzle=t.swizzle)
+        zeros = lambda like, size: jnp.zeros((*like.shape[:3], padded_size(size)), jnp.float32)
         if t.group_parts > 1:
             outputs = dict(dk=zeros(k, p.head_size), dv=zeros(v, p.value_size))
         outputs = dict(dq=zeros(q, p.head_size)) | outputs
-    found = launch(
+    results = launch(
         functools.partial(_kernel, problem=p, tiles=t, names=tuple(outputs)),
         x,
         programs=scheduler.key_programs(p, t.block_k, t.group_parts),
         out_type=[*outputs.values()],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, k.dtype, fused),
+        scratch=Memory.allocate(p, t),
         name=f"flash_attention_{'_'.join(outputs)}",
     )
-    found = dict(zip(outputs, found, strict=True))
+    gradients = dict(zip(outputs, results, strict=True))
     lengths = dict(dq=p.queries, dk=p.keys, dv=p.keys)
     sizes = dict(dq=p.head_size, dk=p.head_size, dv=p.value_size)
-    found = {name: a[:, : lengths[name], :, : sizes[name]] for name, a in found.items()}
-    if fused:
-        found["dq"] = found["dq"] * p.scale
-    return {name: a.astype(q.dtype) for name, a in found.items()}
+    gradients = {name: a[:, : lengths[name], :, : sizes[name]] for name, a in gradients.items()}
+    if t.fused:
+        gradients["dq"] = gradients["dq"] * p.scale
+    return {name: a.astype(q.dtype) for name, a in gradients.items()}
 
 
 def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: KeyTiles):
-    """Sums what has a name: dk, dv, dq."""
+    """Sums the gradients that are named: dk, dv, dq."""
     *outputs, memory = refs
     outputs = dict(zip(names, outputs, strict=True))
-    query_bytes, heads = tiles.query_bytes("dq" in outputs), problem.group // tiles.group_parts
+    query_bytes, heads = tiles.query_bytes(problem.dtype), problem.group // tiles.group_parts
     work = scheduler.key_tile(
         program, problem, tiles.block_k, query_bytes, tiles.group_parts, tiles.section
     )
@@ -143,13 +169,13 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
                         x, work.batch, pl.ds(first, tiles.block_q), work.head + g, width
                     )
                     by_row = work.batch, work.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
-                    delta = x.delta.at[by_row] if "dk" in tiles.sums else None
+                    delta = x.delta.at[by_row] if tiles.has_dk else None
                     fills = (
                         (q, Q(rows(q_gmem, tiles.width), x.lse.at[by_row])),
                         (do, Do(rows(do_gmem, tiles.value_width), delta)),
                     )
                     # first what is released first
-                    for ring, source in fills if "dv" in tiles.sums else reversed(fills):
+                    for ring, source in fills if tiles.has_dv else reversed(fills):
                         ring.fill(position(t), source)
 
                 if store is None:
@@ -169,14 +195,14 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
     def consume(wg):
         if not tiles.split:
-            return compute(wg)
-        for is_first in (True, False):  # each has its own loop
-            pl.when((wg == 0) == is_first)(functools.partial(compute, wg, is_first))
+            return compute(wg, KeyConsumer)
+        for is_first, kind in (True, FirstConsumer), (False, SecondConsumer):
+            pl.when((wg == 0) == is_first)(functools.partial(compute, wg, kind))
 
-    def compute(wg, is_first=None):
+    def compute(wg, kind: type[DkvConsumer]):
         plgpu.barrier_wait(memory.kv_full)
-        consumer_at = lambda wg: DkvConsumer(
-            problem, tiles, memory, q, do, wg, work.batch, first_key, is_first, dq_gmem, store
+        consumer_at = lambda wg: kind(
+            problem, tiles, memory, q, do, wg, work.batch, first_key, dq_gmem, store
         )
 
         def head(g, sums):
@@ -190,10 +216,10 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
             return blocks.visit(step, sums)
 
-        consumer, widths = consumer_at(wg), dict(dk=tiles.width, dv=tiles.value_width)
+        consumer, widths = consumer_at(wg), tiles.widths
         zeros = {name: tile.zeros(ROWS, consumer.columns(widths[name]).size) for name in tiles.sums}
         sums = schedule.loop(0, heads, head, zeros)
-        if "dk" in sums:
+        if tiles.has_dk:
             sums = sums | dict(dk=sums["dk"] * problem.scale)
         if store is not None:
             store.handoff(wg).wait_for_release()
@@ -216,17 +242,17 @@ def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTi
 
 
 def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: dict):
-    """The epilogue, by way of shared memory."""
+    """The epilogue: the sums leave by way of shared memory."""
     tiles, smem = consumer.tiles, consumer.memory.sums()
-    widths = dict(dk=tiles.width, dv=tiles.value_width)
+    widths = tiles.widths
+
+    def write():
+        for name, x in sums.items():
+            target = smem[name].at[consumer.keys, consumer.columns(widths[name])]
+            target[...] = x.astype(target.dtype)
+
     consumer.barrier()  # all have read what lies there
-    if consumer.is_first is False:  # some columns may be both's: one after the other
-        consumer.barrier()
-    for name, x in sums.items():
-        target = smem[name].at[consumer.keys, consumer.columns(widths[name])]
-        target[...] = x.astype(target.dtype)
-    if consumer.is_first:
-        consumer.barrier()
+    consumer.in_turn(write)
     consumer.barrier()
     share = consumer.share(tiles.block_k, tiles.warpgroups)
     rows = lambda x, width: tile.head_rows(
@@ -236,8 +262,8 @@ def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs
 
 
 def _add(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: dict):
-    """The epilogue of one of several programs that add to the same keys' sums, by way of the shared
-    memory of dq."""
+    """The epilogue of one of several programs that add to the same keys' sums: they leave by way of
+    the shared memory of dq."""
     smem = consumer.memory.dq.at[consumer.wg]
     rows = pl.ds(consumer.first_key + consumer.keys.start, ROWS)
     for name, x in sums.items():

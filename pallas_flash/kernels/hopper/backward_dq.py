@@ -11,9 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory
+from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
@@ -21,6 +23,25 @@ from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import DeltaTerms
+
+_WIDE = Tiles(512, 512, value_stages=1, swizzle=SWIZZLES[1], split=True)
+# Rows for head sizes, decided as forward.TILES were. A block of keys is held for a step longer than
+# one of values.
+_TILES = (
+    # 128 keys leave no registers beside three warpgroups, nor at 128
+    Tiles(64, 64, warpgroups=3, stages=3),
+    Tiles(128, 128, stages=3),
+    Tiles(192, 128, stages=3),
+    Tiles(192, 192, stages=3),
+    # there is room for two blocks of keys and one of values
+    Tiles(256, 256, value_stages=1),
+    # both warpgroups compute dS of the same 64 queries: there is no room to hand it over; no
+    # swizzle may be wider than the 32 keys that dS K sums over
+    _WIDE,
+    _WIDE._replace(block_k=32),
+)
+# the kernel sums delta too where there is room for o beside q and do
+TILES = (*(row._replace(sums_delta=True) for row in _TILES if not row.split), *_TILES)
 
 
 class Memory(NamedTuple):
@@ -38,19 +59,19 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, t: Tiles, dtype, sums_delta: bool) -> "Memory":
+    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
-        block, count = functools.partial(tile.block, swizzle=t.swizzle), t.row_tiles
-        do = block(dtype, count, ROWS, t.value_width)
+        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        count, do = t.row_tiles, block(t.row_tiles, ROWS, t.value_width)
         return cls(
-            q=block(dtype, count, ROWS, t.width),
+            q=block(count, ROWS, t.width),
             do=do,
-            o=do if sums_delta else None,
-            delta=plgpu.SMEM((count, ROWS), jnp.float32) if sums_delta else None,
-            k=block(dtype, t.stages, t.block_k, t.width),
-            v=block(dtype, t.value_stages, t.block_k, t.value_width),
+            o=do if t.sums_delta else None,
+            delta=plgpu.SMEM((count, ROWS), jnp.float32) if t.sums_delta else None,
+            k=block(t.stages, t.block_k, t.width),
+            v=block(t.value_stages, t.block_k, t.value_width),
             q_full=barriers(count, t.column_slices),
-            do_full=barriers(count, t.column_slices + sums_delta),
+            do_full=barriers(count, t.column_slices + t.sums_delta),
             k_full=barriers(t.stages),
             v_full=barriers(t.value_stages),
         )
@@ -58,21 +79,21 @@ class Memory(NamedTuple):
 
 def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
+    t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    terms = delta if isinstance(delta, DeltaTerms) else None
-    x = inputs(p, t, blocks, x, lse, do, terms.dlse if terms else delta)
+    x = inputs(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
     q, _ = x.queries.arrays
     outputs = [q]
-    if terms:
+    if t.sums_delta:
         outputs.append(x.delta)
-        x = x._replace(delta=DeltaTerms(tile.pad(terms.o, t.swizzle), x.delta))
+        x = x._replace(delta=DeltaTerms(tile.pad(delta.o, t.swizzle), x.delta))
     dq, *summed = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, q.dtype, sums_delta=terms is not None),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_dq",
     )
     return dq[:, : p.queries, :, : p.head_size], *(summed or [delta])
@@ -80,9 +101,8 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
 
 def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
     *outputs, memory = refs
-    work = scheduler.query_tile(
-        program, problem, tiles.block_q, tiles.key_bytes, section=tiles.section
-    )
+    key_bytes = tiles.key_bytes(problem.dtype)
+    work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes, section=tiles.section)
     ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
@@ -92,105 +112,97 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
         consumer.finish(consumer.setup().compute(), *outputs)
 
     def produce():
-        blocks = block_info.visited(x, work, problem, tiles)
-        count = tile.load_kv(x, work, block_info.descend(x.blocks, blocks), k, v, tiles)
+        count = tile.load_kv(x, work, visited(x, work, problem, tiles), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
     tile.specialize(tiles, consume, produce)
 
 
-class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries, and a slice of the columns of their dQ."""
-
-    problem: Problem
-    tiles: Tiles
-    x: Inputs
-    memory: Memory
-    k: sync.TmaRing
-    v: sync.TmaRing
-    work: scheduler.WorkTile
-    wg: IntLike
+class Consumer(QueryConsumer):
+    """A consumer that owns 64 queries, and a slice of the columns of their dQ."""
 
     @property
-    def number(self) -> IntLike:
-        """Of its 64 queries in the program."""
+    def row_tile(self) -> IntLike:
+        """Which of the program's tiles of 64 queries the consumer owns."""
         return opaque(0) if self.tiles.split else self.wg
+
+    def share(self, size: int) -> pl.Slice:
+        """The consumer's slice of an axis that those that own the same queries divide."""
+        size //= self.tiles.column_slices
+        return pl.ds(pl.multiple_of(self.wg * size, size) if self.tiles.split else 0, size)
 
     @property
     def columns(self) -> pl.Slice:
-        """Of dQ."""
-        t = self.tiles
-        size = t.width // t.column_slices
-        return pl.ds(pl.multiple_of(self.wg * size, size) if t.split else 0, size)
+        """The columns of dQ that the consumer owns."""
+        return self.share(self.tiles.width)
 
     @property
-    def share(self) -> pl.Slice:
-        """Of its 64 queries, those that it copies."""
-        size = ROWS // self.tiles.column_slices
-        return pl.ds(pl.multiple_of(self.wg * size, size) if self.tiles.split else 0, size)
+    def copied(self) -> pl.Slice:
+        """The slice of the 64 queries that the consumer copies."""
+        return self.share(ROWS)
 
     def rows(self, array, first: IntLike, width: int):
-        """Of q, do, o or dq, where the tile begins at `first`, those that it copies."""
-        rows = pl.ds(first + self.number * ROWS + self.share.start, self.share.size)
+        """The rows of q, do, o or dq that the consumer copies, where the tile begins at `first`."""
+        rows = pl.ds(first + self.row_tile * ROWS + self.copied.start, self.copied.size)
         return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def setup(self) -> "QueryTile":
-        """Its queries, whose q and do are in shared memory then."""
-        x, t, memory, work, number = self.x, self.tiles, self.memory, self.work, self.number
+        """The consumer's queries, once their q and do are in shared memory."""
+        x, t, memory, work = self.x, self.tiles, self.memory, self.work
+        row_tile = self.row_tile
 
         def copy(first, q_gmem, do_gmem):
             for smem, gmem, full in (
                 (memory.do, self.rows(do_gmem, first, t.value_width), memory.do_full),
                 (memory.q, self.rows(q_gmem, first, t.width), memory.q_full),
             ):
-                plgpu.copy_gmem_to_smem(gmem, smem.at[number, self.share], full.at[number])
+                plgpu.copy_gmem_to_smem(gmem, smem.at[row_tile, self.copied], full.at[row_tile])
 
         row_delta = x.delta
         if memory.o is not None:
             o, row_delta = x.delta
             o = self.rows(o, work.tile * t.block_q, t.value_width)
-            plgpu.copy_gmem_to_smem(o, memory.o.at[number], memory.do_full.at[number])
+            plgpu.copy_gmem_to_smem(o, memory.o.at[row_tile], memory.do_full.at[row_tile])
         x.queries.reader(work.batch, t.block_q)(work.tile, copy)
-        blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
-        first_row = work.tile * t.block_q + number * ROWS
-        by_head = work.batch, work.head, pl.ds(first_row, ROWS)
-        lse, delta = (load(ref.at[by_head], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
-        head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
-        mask = head.load_mask(work.batch, first_row, ROWS)
+        blocks, first_row = self.blocks(), work.tile * t.block_q + row_tile * ROWS
+        by_row = self.by_row(first_row)
+        lse, delta = (load(ref.at[by_row], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
+        head, mask = self.load_logits(first_row)
         for full in memory.q_full, memory.do_full:
-            plgpu.barrier_wait(full.at[number])
+            plgpu.barrier_wait(full.at[row_tile])
         if memory.o is not None:
             delta = self.sum_delta(delta)
         return QueryTile(self, blocks, first_row, lse, delta, head, mask)
 
     def sum_delta(self, dlse):
-        """`DeltaTerms.sum` of its rows, left in shared memory too: of an empty row 0, as o is."""
+        """`DeltaTerms.sum` of the consumer's rows, left in shared memory too: 0 of an empty row, as
+        o is."""
         memory, kept = self.memory, self.problem.kept
-        read = lambda x: plgpu.layout_cast(x.at[self.number][...], tile.LAYOUTS.tile)
+        read = lambda x: plgpu.layout_cast(x.at[self.row_tile][...], tile.LAYOUTS.tile)
         o, do = (read(x).astype(jnp.float32) for x in (memory.o, memory.do))
         delta = jnp.sum(o * do, axis=1)
         delta = (delta if kept == 1 else delta * kept) - dlse
-        memory.delta.at[self.number][...] = delta
+        memory.delta.at[self.row_tile][...] = delta
         return delta
 
-    def meet(self):
-        """Of those that own the same queries."""
+    def sync_owners(self):
+        """Waits for the others that own the same queries."""
         if self.tiles.split:
             ids = sync.BarrierIds(self.tiles.warpgroups, self.tiles.stages)
             sync.consumer_barrier(ids.consumers, self.tiles.warpgroups)
 
     def finish(self, dq, dq_gmem, delta_gmem=None):
-        """The epilogue, by way of the shared memory of q."""
+        """The epilogue: dQ leaves by way of the shared memory of q."""
         t, work, memory = self.tiles, self.work, self.memory
-        q, first_row = memory.q.at[self.number], work.tile * t.block_q
-        self.meet()  # all have read q
+        q, first_row = memory.q.at[self.row_tile], work.tile * t.block_q
+        self.sync_owners()  # all have read q
         q.at[:, self.columns][...] = (dq * self.problem.scale).astype(q.dtype)
-        self.meet()
-        copies = [(q.at[self.share], self.rows(dq_gmem, first_row, t.width))]
+        self.sync_owners()
+        copies = [(q.at[self.copied], self.rows(dq_gmem, first_row, t.width))]
         if delta_gmem is not None:
-            rows = work.batch, work.head, pl.ds(first_row + self.number * ROWS, ROWS)
-            copies.append((memory.delta.at[self.number], delta_gmem.at[rows]))
+            by_row = self.by_row(first_row + self.row_tile * ROWS)
+            copies.append((memory.delta.at[self.row_tile], delta_gmem.at[by_row]))
         tile.copy_out(*copies)
 
 
@@ -206,7 +218,7 @@ class QueryTile(NamedTuple):
     mask: TileMask
 
     def compute(self):
-        """Its columns of dQ [64, width], but for the scale."""
+        """The consumer's columns of dQ [64, width], but for the scale."""
         c, blocks = self.consumer, self.blocks
         last = blocks.last - 1
         full = isinstance(last, int) and blocks.full_first == 0
@@ -237,7 +249,7 @@ class QueryTile(NamedTuple):
         c, shape = self.consumer, self.shape
         # or the addresses of all slices would take registers
         c = c._replace(wg=opaque(c.wg))
-        k, v, q, do = c.k, c.v, c.memory.q.at[c.number], c.memory.do.at[c.number]
+        k, v, q, do = c.k, c.v, c.memory.q.at[c.row_tile], c.memory.do.at[c.row_tile]
 
         def begin_s(acc):
             k.wait(t)

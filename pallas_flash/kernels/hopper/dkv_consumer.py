@@ -13,20 +13,21 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dq_store import DqStore
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
+from pallas_flash.kernels.mosaic import elements
 from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import opaque, per_column
 from pallas_flash.problem.arguments import Problem
 
 
 class Q(NamedTuple):
-    """What comes in a ring of blocks of queries: arrays, their slots, their barriers."""
+    """The ring of q and lse: arrays, their slots, or their barriers."""
 
     q: Any
     lse: Any
 
 
 class Do(NamedTuple):
-    """The same of another ring."""
+    """The ring of dO and delta."""
 
     do: Any
     delta: Any  # None where there is no dK
@@ -47,15 +48,22 @@ class DkvConsumer(NamedTuple):
 
     problem: Problem
     tiles: KeyTiles
-    memory: Any  # of backward_dkv.py
+    memory: Any  # backward_dkv.Memory
     q: sync.TmaRing  # of Q
     do: sync.TmaRing  # of Do
     wg: IntLike
     batch: IntLike
     first_key: IntLike
-    is_first: bool | None  # of two consumers that split the columns; None where each owns keys
     dq_gmem: Any = None  # in the fused scheme
     dq_store: DqStore | None = None  # where its producer adds dq
+
+    def add(self, block: Block, masked: bool, sums: dict) -> dict:
+        """dK += dS^T Q and dV += P^T dO with a block of queries."""
+        raise NotImplementedError
+
+    def in_turn(self, write: Callable[[], None]):
+        """Calls write(), which writes the consumer's sums to shared memory."""
+        write()
 
     def share(self, size: int, count: int) -> pl.Slice:
         """The consumer's slice of an axis in `count` slices, one or one for each consumer."""
@@ -64,7 +72,7 @@ class DkvConsumer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the scores that are computed at once."""
+        """Shape of the scores that are computed at once."""
         return ROWS, self.tiles.tiling.columns
 
     @property
@@ -73,8 +81,9 @@ class DkvConsumer(NamedTuple):
 
     def columns(self, width: int) -> pl.Slice:
         """The consumer's columns of a sum so wide: the first ones, or the last."""
-        size = self.tiles.owned_columns(width)
-        first = pl.multiple_of(self.wg * (width - size), self.tiles.swizzle // 2)
+        dtype, t = self.problem.dtype, self.tiles
+        size = t.owned_columns(dtype, width)
+        first = pl.multiple_of(self.wg * (width - size), elements.columns(dtype, t.swizzle))
         return pl.ds(first if size < width else 0, size)
 
     @property
@@ -82,17 +91,35 @@ class DkvConsumer(NamedTuple):
         return sync.BarrierIds(self.tiles.warpgroups, self.tiles.stages)
 
     def barrier(self):
-        """Of all consumers."""
+        """Waits for all consumers."""
         sync.consumer_barrier(self.ids.consumers, self.tiles.warpgroups)
 
-    def order(self, operation: str):
-        """The second consumer's product comes after the first one's."""
-        sync.named_barrier(operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP)
+    def wait(self, block: Block, array: str):
+        """Waits for one of q, do and delta of a block."""
+        (self.q if array == "q" else self.do).wait(block.position, array)
+
+    def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
+        """P, in the dtype of q, of a slice of the block's queries, and what `Logits.gradient`
+        takes."""
+        q, lse = self.q.block(block.position)
+        first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
+        mask = None
+        if masked:
+            mask = block.logits.load_mask(opaque(self.batch), first_row, rows.size, transposed=True)
+        at = block.logits.tile(first_row, first_key, self.shape, transposed=True)
+        p, weight, back = block.logits.probabilities(s, at, lambda: self.per_query(lse, rows), mask)
+        return (*lax.optimization_barrier((p.astype(q.dtype), weight)), back)
+
+    def per_query(self, ref, rows: pl.Slice):
+        """The ref's values of these queries, for each score."""
+        return per_column(plgpu.load(ref.at[rows], layout=tile.LAYOUTS.column), self.shape)
+
+
+class KeyConsumer(DkvConsumer):
+    """A consumer that owns 64 keys, and all columns of their dK and dV."""
 
     def add(self, block: Block, masked: bool, sums: dict) -> dict:
-        """dK += dS^T Q and dV += P^T dO with a block of queries, by 64 of them at a time."""
-        if self.is_first is not None:
-            return self.add_columns(block, masked, sums)
+        """Adds 64 queries at a time."""
         q, do = self.q.block(block.position).q, self.do.block(block.position).do
         slices = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
         shared_ds = None
@@ -127,95 +154,8 @@ class DkvConsumer(NamedTuple):
         self.do.release(block.position)
         return dict(dk=dk, dv=dv)
 
-    def add_columns(self, block: Block, masked: bool, sums: dict) -> dict:
-        """The same for the consumer's columns of the sums that there are, by way of shared memory:
-        the first consumer computes P and dS, the second dP."""
-        q, do = self.q.block(block.position).q, self.do.block(block.position).do
-        p, dp, ds = self.memory.p, self.memory.dp, self.memory.ds
-        if "dv" in sums:
-            p = p.at[lax.rem(block.position, jnp.int32(2))]
-        if self.is_first:
-            found, weight, back = self.first_p(block, masked)
-            if "dv" in sums:
-                p[...] = found
-        elif "dk" in sums:
-            dp[...] = self.second_dp(block).astype(dp.dtype)
-        else:
-            self.wait(block, "do")
-        self.barrier()  # P and dP are there
-        if "dk" not in sums:
-            self.q.release(block.position)
-
-        def products(*accumulators):
-            acc = dict(zip(sums, accumulators, strict=True))
-            if "dv" in sums:  # dV += P^T dO
-                tile.dot(acc["dv"], p, do.at[:, self.columns(self.tiles.value_width)])
-            if "dk" in sums:
-                if self.is_first:
-                    x, delta = self.load_dp(block)
-                    ds[...] = block.logits.gradient(weight, back, x, delta).astype(ds.dtype)
-                self.barrier()  # dS is there
-                if "dv" not in sums:
-                    self.do.release(block.position)
-                tile.dot(acc["dk"], ds, q.at[:, self.columns(self.tiles.width)])  # dK += dS^T Q
-
-        added = tile.accumulate(products, *sums.values())
-        if "dk" in sums:
-            self.q.release(block.position)
-        if "dv" in sums:
-            self.do.release(block.position)
-        return dict(zip(sums, added, strict=True))
-
-    @property
-    def queries(self) -> pl.Slice:
-        """All of a block."""
-        return pl.ds(0, self.tiles.block_q)
-
-    def first_p(self, block: Block, masked: bool):
-        """What `probabilities` has of the block; dO, where dV is summed, and delta for dropout are
-        there then."""
-        k, q = self.memory.k.at[self.keys], self.q.block(block.position).q
-        has_dk, has_dv = (name in self.tiles.sums for name in ("dk", "dv"))
-
-        def begin(acc):
-            tile.dot_t(acc, k, q)
-            if has_dk and has_dv:
-                self.order("arrive")
-
-        self.wait(block, "q")
-        found = self.probabilities(block, self.queries, masked, tile.product(begin, self.shape))
-        if has_dv:
-            self.wait(block, "do")
-        if has_dk and self.problem.dropped:
-            self.wait(block, "delta")
-        return found
-
-    def second_dp(self, block: Block):
-        """dP - delta; Q is there then."""
-        v, (do, delta) = self.memory.v.at[self.keys], self.do.block(block.position)
-        self.wait(block, "do")
-        if "dv" in self.tiles.sums:
-            self.order("sync")  # so that dP runs under the exponentials
-        dp = tile.product(lambda acc: tile.dot_t(acc, v, do), self.shape)
-        self.wait(block, "delta")
-        dp = dp - self.per_query(delta, self.queries)
-        self.wait(block, "q")
-        return dp
-
-    def load_dp(self, block: Block):
-        """What the second has left of dP, as `Logits.gradient` takes it with delta."""
-        dp, delta = plgpu.layout_cast(self.memory.dp[...], tile.LAYOUTS.tile), None
-        dp = dp.astype(jnp.float32)
-        if self.problem.dropped:  # which leaves -delta of it
-            delta = self.per_query(self.do.block(block.position).delta, self.queries)
-            dp = dp + delta
-        return dp, delta
-
-    def wait(self, block: Block, array: str):
-        (self.q if array == "q" else self.do).wait(block.position, array)
-
     def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
-        """P and dS, 16 bits, of 64 of the block's queries."""
+        """P and dS, in the dtype of q, of 64 of the block's queries."""
         q, (do, delta) = self.q.block(block.position).q, self.do.block(block.position)
         logits, shape = block.logits, self.shape
 
@@ -232,10 +172,10 @@ class DkvConsumer(NamedTuple):
             tile.dot_t(acc, self.memory.v.at[self.keys], do.at[rows])
 
         def finish_s(s):
-            found = self.probabilities(block, rows, masked, s)
+            weights = self.probabilities(block, rows, masked, s)
             # ptxas moves no wait for a product before this one, and no exponential behind it
             wait("delta")
-            return found
+            return weights
 
         def both(s_acc, dp_acc):
             begin_s(s_acc)
@@ -243,8 +183,8 @@ class DkvConsumer(NamedTuple):
             p, weight, _ = finish_s(tile.await_sum(s_acc, running=1))
             return p, weight, tile.await_sum(dp_acc)
 
-        many = self.problem.soft_cap is not None or self.problem.score is not None
-        if many or (masked and logits.mask_has_data):  # no registers for both products
+        crowded = self.problem.soft_cap is not None or self.problem.score is not None
+        if crowded or (masked and logits.mask_has_data):  # no registers for both products
             p, weight, back = finish_s(tile.product(begin_s, shape))
             dp = tile.product(begin_dp, shape)
         else:
@@ -254,8 +194,9 @@ class DkvConsumer(NamedTuple):
         return p, ds.astype(q.dtype)
 
     def ds_after_dv(self, block: Block, rows: pl.Slice, masked: bool, add_dv: Callable):
-        """dS, 16 bits, of 64 of the block's queries, where registers hold S or dP: add_dv(P) comes
-        between the two, and P, the weight of dS, is kept in 16 bits until dP is there."""
+        """dS, in the dtype of q, of 64 of the block's queries, where registers hold S or dP:
+        add_dv(P) comes between the two, and P, the weight of dS, is held in that dtype until dP is
+        there."""
         q, (do, delta) = self.q.block(block.position).q, self.do.block(block.position)
         k, v = self.memory.k.at[self.keys], self.memory.v.at[self.keys]
         self.wait(block, "q")
@@ -275,32 +216,17 @@ class DkvConsumer(NamedTuple):
         ds = block.logits.gradient(weight, None, dp, self.per_query(delta, rows))
         return ds.astype(q.dtype)
 
-    def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
-        """P, 16 bits, of some of the block's queries, and what `Logits.gradient` takes."""
-        q, lse = self.q.block(block.position)
-        first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
-        mask = None
-        if masked:
-            mask = block.logits.load_mask(opaque(self.batch), first_row, rows.size, transposed=True)
-        at = block.logits.tile(first_row, first_key, self.shape, transposed=True)
-        p, weight, back = block.logits.probabilities(s, at, lambda: self.per_query(lse, rows), mask)
-        return (*lax.optimization_barrier((p.astype(q.dtype), weight)), back)
-
-    def per_query(self, ref, rows: pl.Slice):
-        """What the ref has of these queries, for each score."""
-        return per_column(plgpu.load(ref.at[rows], layout=tile.LAYOUTS.column), self.shape)
-
-    def add_dq(self, block: Block, ds, begin_more):
-        """dQ += dS K in global memory, of which a consumer adds its share; ds is of all consumers,
-        [block_k, block_q]."""
+    def add_dq(self, block: Block, ds, begin_next: Callable):
+        """Adds the consumer's share of dQ += dS K to global memory; ds is that of all consumers,
+        [block_k, block_q]. begin_next() begins a product for each 64 queries meanwhile."""
         rows = self.share(self.tiles.block_q, self.tiles.block_q // ROWS)
         columns = self.share(self.tiles.width, self.tiles.dq_column_slices)
-        more = self.tiles.block_q // ROWS  # products
+        running = self.tiles.block_q // ROWS  # products
 
         def product(dq_acc):
             tile.dot(dq_acc, ds.at[:, rows].transpose((1, 0)), self.memory.k.at[:, columns])
-            begin_more()
-            return tile.await_sum(dq_acc, running=more)
+            begin_next()
+            return tile.await_sum(dq_acc, running=running)
 
         dq = tile.with_accumulators(product, (rows.size, columns.size))
         if self.dq_store is not None:

@@ -14,21 +14,21 @@ from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 
 
 class Dq(NamedTuple):
-    """What a consumer hands over."""
+    """The array that a consumer hands over."""
 
     dq: Any  # its share of a block, [64, a slice of the columns] float32
 
 
 class Rows(NamedTuple):
-    """Where a block's dQ goes."""
+    """The rows and the head to which a block's dQ is added."""
 
     first: IntLike
     head: IntLike
 
 
 class DqStore(NamedTuple):
-    """Each consumer leaves its share of a block's dQ in shared memory, from where the producer adds
-    it, before the block's slots are filled again."""
+    """Shared memory in which each consumer leaves its share of a block's dQ, and from which the
+    producer adds it, before the block's slots are filled again."""
 
     tiles: KeyTiles
     smem: Any  # [warpgroups, 64, a slice of the columns]
@@ -51,7 +51,7 @@ class DqStore(NamedTuple):
         pl.when(exists)(self._release)
 
     def drain(self, blocks: tuple[Rows, ...], count: IntLike):
-        """Adds what is left of so many blocks."""
+        """Adds the dQ of the last of `count` blocks."""
         for n in range(len(blocks)):
             self.add_under(lambda: None, blocks[n:], count >= len(blocks) - n)
 

@@ -1,9 +1,10 @@
 """The forward of FlashAttention-3 (arXiv:2407.08608): softmax of a block under the product of the
 block before it.
 
-A program owns 64 queries of one head for each of its consumer warpgroups, and walks over the keys;
-the consumers share the tensor cores by ping-pong. It may be persistent over several tiles of
-queries of the head. With values wider than 256 two consumers own 64 queries: second_consumer.py.
+A program owns 64 queries of one head for each of its consumer warpgroups (forward_consumer.py), and
+walks over the keys; the consumers share the tensor cores by ping-pong. It may be persistent over
+several tiles of queries of the head. With values wider than 256 two consumers own 64 queries:
+second_consumer.py.
 """
 
 import functools
@@ -14,18 +15,47 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import second_consumer, sync, tile
-from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles, checked
-from pallas_flash.kernels.mma import decode
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
+from pallas_flash.kernels.hopper.forward_consumer import Consumer, Program
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
+from pallas_flash.kernels.mosaic import (
+    block_info,
+    elements,
+    logits,
+    scheduler,
+    shared_memory,
+    statistics,
+)
 from pallas_flash.kernels.mosaic.launch import launch
-from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
-from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.problem.arguments import Operands, Problem
-from pallas_flash.tiled import online_softmax, schedule
-from pallas_flash.tiled.online_softmax import SoftmaxState
+from pallas_flash.tiled import schedule
+
+# Rows for head sizes, by registers, spills, shared memory and instructions of the code compiled for
+# an H200, and by the clock of an H100: NOTES.md#as-compiled, results.md#hopper-by-the-clock.
+TILES = (
+    # three warpgroups hide more latency than two, but spill with dropout, or where values have 128
+    # columns; a threshold spills there with documents
+    Tiles(64, 64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
+    # with a threshold ptxas leaves the wait for products in its place: no early wait for K
+    Tiles(64, 64, block_k=128, rescale_threshold=8.0),
+    Tiles(64, 128, block_k=128, rescale_threshold=8.0),
+    Tiles(128, 64, warpgroups=3, block_k=128, k_wait="early"),
+    Tiles(128, 128, block_k=128, rescale_threshold=8.0, q_stages=2),
+    Tiles(192, 128, block_k=128, rescale_threshold=8.0),
+    # from here on shared memory is as busy as it can be, of which Q takes less the wider a block
+    # is: 128 keys do not fit twice at 192, and spill at 256, where a threshold gains nothing
+    Tiles(192, 192, block_k=96, k_wait="early"),
+    Tiles(128, 256, block_k=96, k_wait="early"),
+    Tiles(256, 256, block_k=80, k_wait="early"),
+    # dropout, whose unit 80 keys do not divide into
+    Tiles(256, 256, k_wait="early"),
+    # blocks are as large as fit twice, with 128 queries where a warpgroup's registers hold o of 64
+    Tiles(512, 256, k_wait="early"),
+    Tiles(512, 256, block_k=32, k_wait="early"),
+    Tiles(512, 512, k_wait="early", split=True),
+    Tiles(512, 512, block_k=32, k_wait="early", split=True),
+)
 
 
 class Inputs(NamedTuple):
@@ -45,23 +75,41 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
     if tiles.decode is not None:
+        # it takes a newer jax than the choice of tiles does
+        from pallas_flash.kernels.mma import decode
+
         return decode.forward(problem, tiles.decode, x)
-    p, t = problem, checked(tiles.forward)
+    p, t = problem, tiles.forward
+    check(t, p.dtype)
     inputs = _inputs(p, t, x)
     o_type = jax.ShapeDtypeStruct(
         (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype
     )
-    fields = jax.tree.leaves(statistics.types(p, t.block_q))
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         inputs,
         programs=scheduler.query_programs(p, t.block_q, t.tiles_per_program),
-        out_type=[o_type, *fields],
+        out_type=[o_type, *jax.tree.leaves(statistics.types(p, t.block_q))],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, x.query.dtype, len(fields)),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_forward",
     )
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
+
+
+def check(t: Tiles, dtype: str):
+    """Refuses tiles, which scripts/tune.py may have drawn, that would be wrong or wait for ever."""
+    if t.k_wait == "early" and t.value_stages < 2:
+        raise ValueError(
+            "to wait for K early, while a block of V is held, takes value_stages of 2 or more, "
+            f"or it waits for ever; got {t.value_stages}."
+        )
+    columns = elements.columns(dtype, t.swizzle)
+    if t.split and (t.warpgroups != 2 or t.value_width % (2 * columns)):
+        raise ValueError(
+            "split must be by 2 warpgroups, of values whose halves are whole tiles of "
+            f"{columns} columns; got {t.warpgroups}, {t.value_width}."
+        )
 
 
 def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
@@ -91,20 +139,21 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, t: Tiles, dtype, fields: int) -> "Memory":
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
-        block = functools.partial(tile.block, swizzle=t.swizzle)
+    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
+        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        tiles_of_q = t.q_stages * t.row_tiles
+        fields = jax.tree.leaves(statistics.types(p, t.block_q))
+        v = tile.subtile_blocks(p.dtype, t.value_stages, t.block_k, t.value_width, t.swizzle)
         return cls(
-            q=block(dtype, t.q_stages * t.row_tiles, ROWS, max(t.width, t.value_width)),
-            k=block(dtype, t.stages, t.block_k, t.width),
-            v=tile.subtile_blocks(dtype, t.value_stages, t.block_k, t.value_width, t.swizzle),
-            stats=(plgpu.SMEM((t.row_tiles, ROWS), jnp.float32),) * fields,
-            handed=second_consumer.Handed.allocate(t, dtype) if t.split else None,
-            q_full=barriers(t.q_stages * t.row_tiles),
+            q=block(tiles_of_q, ROWS, max(t.width, t.value_width)),
+            k=block(t.stages, t.block_k, t.width),
+            v=v,
+            stats=(plgpu.SMEM((t.row_tiles, ROWS), jnp.float32),) * len(fields),
+            handed=second_consumer.Handed.allocate(p, t) if t.split else None,
+            q_full=barriers(tiles_of_q),
             k_full=barriers(t.stages),
-            v_full=plgpu.Barrier(
-                num_arrivals=len(tile.k_subtiles(t.block_k)), num_barriers=t.value_stages
-            ),
+            v_full=barriers(t.value_stages, len(v)),
         )
 
 
@@ -135,266 +184,3 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
         v.drain(used)
 
     tile.specialize(tiles, consume, produce)
-
-
-class Program(NamedTuple):
-    """The tiles of queries that a program owns, and the blocks of keys that they visit."""
-
-    problem: Problem
-    tiles: Tiles
-    x: Inputs
-    number: IntLike
-
-    def work_tile(self, n: IntLike) -> scheduler.WorkTile:
-        t = self.tiles
-        return scheduler.query_tile(
-            self.number, self.problem, t.block_q, t.key_bytes, t.tiles_per_program, n, t.section
-        )
-
-    def blocks(self, work: scheduler.WorkTile) -> schedule.Blocks:
-        return self._blocks(self.x.blocks, work, work.tile, self.tiles.block_q)
-
-    def blocks_in_order(self, work: scheduler.WorkTile) -> schedule.Blocks:
-        return block_info.descend(self.x.blocks, self.blocks(work))
-
-    def consumer_blocks(self, work: scheduler.WorkTile, wg: IntLike) -> schedule.Blocks:
-        """Those of the program's blocks that a consumer needs, at least one, in the order in which
-        they come; it skips the others."""
-        blocks = self.blocks(work)
-        # the latter: all rows see all keys
-        same = isinstance(self.x.blocks, block_info.BlockLists) or isinstance(blocks.last, int)
-        if same or self.tiles.row_tiles == 1:
-            return self.blocks_in_order(work)
-        last_tile = schedule.ceil_div(self.problem.queries, ROWS) - 1
-        number = jnp.minimum(work.tile * self.tiles.row_tiles + wg, last_tile)
-        needed = self._blocks(self.x.consumer_blocks, work, number, ROWS)
-        first = schedule.between(needed.first, blocks.first, blocks.last - 1)
-        last = schedule.between(needed.last, first + 1, blocks.last)
-        return needed._replace(first=first, last=last).clip().reverse(blocks.last)
-
-    def _blocks(
-        self, found, work: scheduler.WorkTile, number: IntLike, rows: int
-    ) -> schedule.Blocks:
-        mask, queries = self.x.logits.resolved_mask, self.problem.queries
-        return block_info.key_blocks(found, mask, work, number, queries, rows, self.tiles.block_k)
-
-
-class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries of each of its program's tiles, or half of their o."""
-
-    program: Program
-    memory: Memory
-    o_gmem: Any
-    stats_gmem: list
-    k: sync.TmaRing
-    v: sync.TmaRing
-    turns: sync.PingPong
-    wg: IntLike  # which 64 queries
-    column_slice: int = 0
-    handoff: sync.Handoff | None = None  # of `Memory.handed`
-
-    @property
-    def tiles(self) -> Tiles:
-        return self.program.tiles
-
-    @property
-    def columns(self) -> pl.Slice:
-        """The consumer's, of values and output."""
-        size = self.tiles.value_width // self.tiles.column_slices
-        return pl.ds(self.column_slice * size, size)
-
-    def values(self, t: IntLike):
-        """Its columns of block t, in `tile.k_subtiles`."""
-        return [rows.at[:, self.columns] for rows in self.v.block(t)]
-
-    def run(self):
-        for n in range(self.tiles.q_stages):
-            self.load_q(n)
-        self.turns.start()
-        schedule.loop(0, self.tiles.tiles_per_program, self.attend, None)
-        self.turns.finish()
-
-    def first_row(self, work: scheduler.WorkTile) -> IntLike:
-        return work.tile * self.tiles.block_q + self.wg * ROWS
-
-    def rows(self, array, work: scheduler.WorkTile):
-        """The consumer's, of q or o."""
-        rows, width = pl.ds(self.first_row(work), ROWS), self.memory.q.shape[2]
-        return tile.head_rows(array, work.batch, rows, work.head, width)
-
-    def slot(self, n: IntLike):
-        """Of q in shared memory."""
-        return sync.slot(n, self.tiles.q_stages) * self.tiles.row_tiles + self.wg
-
-    def load_q(self, n: IntLike):
-        """Of the program's n-th tile, if there is one."""
-
-        def copy():
-            source = self.rows(self.program.x.q, self.program.work_tile(n))
-            plgpu.copy_gmem_to_smem(
-                source, self.memory.q.at[self.slot(n)], self.memory.q_full.at[self.slot(n)]
-            )
-
-        pl.when(n < self.tiles.tiles_per_program)(copy)
-
-    def attend(self, n: IntLike, _):
-        """To all blocks of keys, for the program's n-th tile; the next one's q is loaded then."""
-        rows = self.setup(n)
-        schedule.loop(0, rows.blocks.first, self.skip_block, None)
-        o, stats = rows.compute()
-        schedule.loop(rows.blocks.last, rows.last_block, self.skip_block, None)
-        self.finish(rows, o, stats)
-        self.load_q(n + self.tiles.q_stages)
-
-    def setup(self, n: IntLike) -> "QueryTile":
-        """The queries of the program's n-th tile, which are in shared memory then."""
-        x, problem, work = self.program.x, self.program.problem, self.program.work_tile(n)
-        head = logits.for_head(problem, tile.LAYOUTS, x.logits, work.batch, work.head)
-        mask = head.load_mask(work.batch, self.first_row(work), ROWS)
-        needed = self.program.consumer_blocks(work, self.wg)
-        smem = self.memory.q.at[self.slot(n)]
-        plgpu.barrier_wait(self.memory.q_full.at[self.slot(n)])
-        last_block = self.program.blocks_in_order(work).last
-        return QueryTile(self, work, smem, needed, last_block, head, mask)
-
-    def skip_block(self, t: IntLike, _):
-        """A block that only other consumers need."""
-        self.k.wait(t)
-        self.turns.acquire()
-        self.turns.yield_turn()
-        self.k.release(t)
-        self.v.wait(t)
-        self.v.release(t)
-
-    def finish(self, rows: "QueryTile", o, stats: SoftmaxState):
-        """The epilogue, by way of the shared memory of q."""
-        work, smem = rows.work, rows.smem
-        smem.at[:, self.columns][...] = o.astype(smem.dtype)
-        stats_smem = [x.at[self.wg] for x in self.memory.stats]
-        for x, value in zip(stats_smem, jax.tree.leaves(stats), strict=True):
-            x[...] = value
-        by_row = work.batch, work.head, pl.ds(self.first_row(work), ROWS)
-        if self.handoff is not None:  # the other columns are there
-            self.handoff.wait_for_release()
-        tile.copy_out(
-            (smem, self.rows(self.o_gmem, work)),
-            *zip(stats_smem, (x.at[by_row] for x in self.stats_gmem), strict=True),
-        )
-
-
-class QueryTile(NamedTuple):
-    """A consumer's queries of one tile: the step over blocks of keys, which come by position."""
-
-    consumer: Consumer
-    work: scheduler.WorkTile
-    smem: Any  # [64, the larger width], of q and in the end of the output
-    blocks: schedule.Blocks  # that the consumer needs
-    last_block: IntLike  # of all blocks that the program visits
-    logits: logits.Logits
-    mask: TileMask
-
-    @property
-    def q(self):
-        return self.smem.at[:, : self.consumer.tiles.width]
-
-    def compute(self):
-        """o [64, value_width] and the SoftmaxState [64], with an l where logits are in base e, else
-        without and less the `soft_cap_constant`."""
-        problem, x = self.consumer.program.problem, self.consumer.program.x
-        sink = None if x.sinks is None else x.sinks[self.work.head]
-        start = online_softmax.start(tile.rows(0.0), problem.log_base, sink, problem.max_logits)
-        k, v, turns = self.consumer.k, self.consumer.v, self.consumer.turns
-        first, last = self.blocks.first, self.blocks.last - 1
-        k.wait(first)
-        turns.acquire()
-
-        def begin(acc):
-            tile.dot_t(acc, self.q, k.block(first))
-            turns.yield_turn()
-
-        s = tile.product(begin, self.shape)  # [bq, bk]
-        k.release(first)
-        full = isinstance(last, int) and self.blocks.full_first <= first
-        p, _, stats = self.softmax(s, first, start, masked=not full)
-        self.await_next_k(first + 1)
-        p = self.narrow(p, tile.rows(1.0))
-        carry = tile.zeros(ROWS, self.consumer.columns.size), stats, p
-        o, stats, p = self.blocks.without_first().visit(self.step, carry)
-        turns.acquire()
-        v.wait(last)
-
-        def finish(acc):
-            tile.dot_subtiles(acc, p, self.consumer.values(last))
-            turns.yield_turn()
-
-        (o,) = tile.accumulate(finish, o)
-        v.release(last)
-        if self.consumer.handoff is not None:
-            self.consumer.handoff.put(by_row=stats.l)
-        o = online_softmax.finish(o, stats.l, problem.kept)
-        return o, statistics.finish(problem, stats)
-
-    def step(self, t: IntLike, carry, masked: bool):
-        """O += P V of the block before, under which S = Q K^T of block t becomes its P."""
-        (o, stats, p), c = carry, self.consumer
-        self.await_k(t)
-        c.turns.acquire()
-
-        def under_the_products(o_acc, s_acc):
-            tile.dot_t(s_acc, self.q, c.k.block(t))
-            c.v.wait(t - 1)
-            tile.dot_subtiles(o_acc, p, c.values(t - 1))
-            c.turns.yield_turn()
-            s = tile.await_sum(s_acc, running=len(c.memory.v))  # [bq, bk]
-            c.k.release(t)
-            p_new, alpha, new = self.softmax(s, t, stats, masked)
-            self.await_next_k(t + 1, masked)
-            return p_new, alpha, *jax.tree.leaves(new)
-
-        zeros = tile.zeros(*self.shape)
-        like = zeros, tile.rows(1.0), *jax.tree.leaves(stats)
-        o, _, p, alpha, *stats = tile.overlap(under_the_products, (o, zeros), like)
-        c.v.release(t - 1)
-        o = tile.rescale(o, alpha) if c.tiles.rescale_threshold else o * per_row(alpha, o.shape)
-        # narrow only now: the product before it read the old p
-        return o, SoftmaxState(*stats), self.narrow(p, alpha)
-
-    def narrow(self, p, alpha):
-        """P in 16 bits, which the second consumer gets too, if it shares the output."""
-        p = p.astype(self.q.dtype)
-        if self.consumer.handoff is not None:
-            self.consumer.handoff.put(p=p, by_row=alpha)
-        return p
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return ROWS, self.consumer.tiles.block_k
-
-    def softmax(self, s, t: IntLike, stats: SoftmaxState, masked: bool):
-        """P of block t as dropout leaves it, alpha, and the SoftmaxState."""
-        tiles, problem = self.consumer.tiles, self.consumer.program.problem
-        at = self.logits.tile(
-            self.consumer.first_row(self.work), self.blocks.index(t) * tiles.block_k, self.shape
-        )
-        s, scale = self.logits.modify(s, at)
-        if masked:
-            s = jnp.where(self.mask.visible(at), s, -jnp.inf)
-        p, alpha, stats = online_softmax.step(
-            s, stats, problem.log_base, scale, tiles.rescale_threshold
-        )
-        return self.logits.drop(p, at), alpha, stats
-
-    # ptxas moves the wait for the products up over the exponentials, but neither over an early wait
-    # for K nor, in steps with a mask, over a barrier.
-
-    def await_k(self, t: IntLike):
-        """Before its use."""
-        if self.consumer.tiles.k_wait == "at use":
-            self.consumer.k.wait(t)
-
-    def await_next_k(self, t: IntLike, masked: bool = False):
-        """At the end of the step before."""
-        if self.consumer.tiles.k_wait == "early":
-            pl.when(t <= self.blocks.last - 1)(lambda: self.consumer.k.wait(t))
-        elif masked:
-            self.consumer.turns.sync_self()

@@ -9,25 +9,29 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.mosaic import elements, shared_memory
 from pallas_flash.kernels.mosaic.registers import per_row
+from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule
 
 
 class Handed(NamedTuple):
-    """What the first leaves in shared memory."""
+    """What the first consumer leaves in shared memory."""
 
-    p: Any  # [64, block_k], 16 bits
+    p: Any  # [64, block_k], in the dtype of V
     by_row: Any  # [64], alpha; after the last block l
 
     @classmethod
-    def allocate(cls, t: Tiles, dtype) -> "Handed":
-        swizzle = min(2 * t.block_k, t.swizzle)  # V's, of which the product wants no other
-        p = tile.block(dtype, ROWS, t.block_k, swizzle=swizzle)
-        return cls(p, plgpu.SMEM((ROWS,), jnp.float32))
+    def allocate(cls, p: Problem, t: Tiles) -> "Handed":
+        # V's swizzle: the product wants no other
+        swizzle = elements.swizzle_of_rows(p.dtype, t.block_k, t.swizzle)
+        probabilities = shared_memory.matrix(p.dtype, ROWS, t.block_k, swizzle=swizzle)
+        return cls(probabilities, plgpu.SMEM((ROWS,), jnp.float32))
 
 
 def attend(consumer):
-    """What `consumer`, of forward.py, does: its output is in the shared memory of q then."""
+    """Attends as `consumer`, a forward_consumer.Consumer, does, and leaves the output in the shared
+    memory of q."""
     c, handoff = consumer, consumer.handoff
     blocks = c.program.blocks_in_order(c.program.work_tile(0))
     by_row = lambda: plgpu.load(handoff.slots.by_row, layout=tile.LAYOUTS.row)

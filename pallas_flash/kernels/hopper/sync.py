@@ -15,8 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic.launch import WARPGROUP, named_barrier
 from pallas_flash.kernels.mosaic.registers import opaque
-from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 from pallas_flash.tiled import schedule
 
 
@@ -52,7 +52,7 @@ class BarrierIds(NamedTuple):
 
     @property
     def dq_filled(self) -> int:
-        """One of each consumer, and as many of `dq_free`."""
+        """The first of a barrier for each consumer; `dq_free` has as many."""
         return self.second_ring + self.stages
 
     @property
@@ -65,7 +65,7 @@ class BarrierIds(NamedTuple):
 
 
 def fence():
-    """What this thread has written to shared memory may be read by TMA and wgmma."""
+    """Lets TMA and wgmma read what this thread has written to shared memory."""
 
     @plgpu.inline_mgpu()
     def fence_async_shared_cta(_):  # a name that the interpreter knows
@@ -75,8 +75,7 @@ def fence():
 
 
 def consumer_barrier(barrier: int, warpgroups: int):
-    """Each of the consumers waits for all, and may then read by TMA and wgmma what they wrote to
-    shared memory."""
+    """Waits for all consumers; TMA and wgmma may then read what they wrote to shared memory."""
     fence()
     named_barrier("sync", barrier, warpgroups * WARPGROUP)
 
@@ -91,7 +90,7 @@ class PingPong(NamedTuple):
     wg: IntLike
 
     def start(self):
-        """The last consumer gives the first its first turn."""
+        """Gives the first consumer its first turn, as the last one."""
         pl.when(self.wg == self.warpgroups - 1)(self.yield_turn)
 
     def acquire(self):
@@ -108,11 +107,11 @@ class PingPong(NamedTuple):
         )
 
     def sync_self(self):
-        """The consumer's own warps wait for each other."""
+        """Waits for the consumer's own warps."""
         named_barrier("sync", self.single + self.wg, WARPGROUP)
 
     def finish(self):
-        """The first takes the turn that the last has yielded in the end."""
+        """Takes the turn that the last consumer has yielded in the end, as the first one."""
         pl.when(self.wg == 0)(self.acquire)
 
 
@@ -124,7 +123,7 @@ class Handoff(NamedTuple):
     free: int
 
     def put(self, **values):
-        """The first one's, once the other has released what was there."""
+        """Leaves arrays for the other one, once it has released what was there."""
         self.wait_for_release()
         for name, x in values.items():
             getattr(self.slots, name)[...] = x
@@ -135,11 +134,11 @@ class Handoff(NamedTuple):
         named_barrier("sync", self.free, 2 * WARPGROUP)
 
     def wait(self):
-        """The other one's, until the arrays are there."""
+        """Waits, as the other one, until the arrays are there."""
         named_barrier("sync", self.filled, 2 * WARPGROUP)
 
     def release(self):
-        """The other one's, before each `put`."""
+        """Lets the first one `put`, as the other one."""
         named_barrier("arrive", self.free, 2 * WARPGROUP)
 
 
@@ -173,7 +172,7 @@ class TmaRing(NamedTuple):
         return jax.tree.map(lambda slots: slots.at[self._slot(t)], self.slots)
 
     def wait(self, t: IntLike, array: str | None = None):
-        """Until block t is there, of a named array if there are several."""
+        """Waits until block t is there, of a named array if there are several."""
         full = self.full if array is None else getattr(self.full, array)
         plgpu.barrier_wait(jax.tree.leaves(full)[0].at[self._slot(t)])
 
@@ -181,15 +180,16 @@ class TmaRing(NamedTuple):
         self._release_barrier("arrive", t)
 
     def fill(self, t: IntLike, source, used: IntLike = 0):
-        """The producer's: block t, counted from 0, from `source`, once its slot has been released;
-        so many slots, or more, have been used before block 0."""
+        """Begins to copy block t, counted from 0, from `source`, as the producer, once its slot has
+        been released; at least `used` slots have been used before block 0."""
         pl.when((t >= self.stages) | (t < used))(lambda: self._release_barrier("sync", t))
         slot = self._slot(t)
         copy = lambda slots, full, x: plgpu.copy_gmem_to_smem(x, slots.at[slot], full.at[slot])
         jax.tree.map(copy, self.slots, self.full, source)
 
     def drain(self, count: IntLike):
-        """The producer's: meets the releases that no block waits for, of so many in all."""
+        """Waits, as the producer, for the releases of `count` blocks that no later block waits
+        for."""
         schedule.loop(
             jnp.maximum(0, count - self.stages),
             count,

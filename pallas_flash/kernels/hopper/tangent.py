@@ -14,15 +14,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
-from pallas_flash.kernels.mosaic import bias, block_info, logits, ragged_tail, scheduler
+from pallas_flash.kernels.mosaic import (
+    bias,
+    block_info,
+    logits,
+    scheduler,
+    shared_memory,
+)
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import RowLse
+
+# Rows for head sizes, decided as forward.TILES were. With all tangents there are twice as many
+# blocks in shared memory as in the forward.
+TILES = (
+    Tiles(64, 64),
+    Tiles(128, 128),
+    Tiles(192, 192, block_k=32),
+    Tiles(256, 256, warpgroups=1, block_k=32),
+)
 
 
 class WithTangent(NamedTuple):
@@ -33,13 +50,12 @@ class WithTangent(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Of sizes that TMA can take, and what the mask comes to for rows, tiles and blocks."""
+    """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles
+    and blocks."""
 
     q: WithTangent  # [B, T, N, H]
-    k: WithTangent  # [B, S, K, H]
-    v: WithTangent  # [B, S, K, Hv]
+    keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv], with tangents
     o: jax.Array  # [B, T, N, Hv]
-    tails: ragged_tail.Tails | None  # of k and v with tangents
     dbias: jax.Array | None  # of bias.pad
     rows: TangentRows
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
@@ -52,7 +68,7 @@ class Memory(NamedTuple):
     q: Any  # [warpgroups, 64, the larger width]; of o, and of its tangent, in the end
     dq: Any  # [warpgroups, 64, width]
     k: WithTangent  # [stages, block_k, width]
-    v: WithTangent  # [value_stages, block_k, value_width]
+    v: tuple[WithTangent]  # [value_stages, block_k, value_width], in tile.k_subtiles
     dlse: Any  # [warpgroups, 64]
     q_full: Any
     dq_full: Any
@@ -60,37 +76,31 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, t: Tiles, x: Inputs) -> "Memory":
-        block = functools.partial(tile.block, x.q.x.dtype, swizzle=t.swizzle)
-
-        def like(of: WithTangent, *shape, swizzle=t.swizzle):
-            one = block(*shape, swizzle=swizzle)
-            return WithTangent(one, None if of.dx is None else one)
-
-        barriers = lambda of, n: plgpu.Barrier(
-            num_arrivals=len(jax.tree.leaves(of)), num_barriers=n
-        )
+    def allocate(cls, p: Problem, t: Tiles, tangents=(True, True, True)) -> "Memory":
+        """tangents: whether q, k and v have one."""
+        block = functools.partial(shared_memory.matrix, p.dtype)
+        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
+        has_dq, has_dk, has_dv = tangents
+        dq = block(t.warpgroups, ROWS, t.width, swizzle=t.swizzle)
+        k = block(t.stages, t.block_k, t.width, swizzle=t.swizzle)
+        (v,) = tile.subtile_blocks(p.dtype, t.value_stages, t.block_k, t.value_width, t.swizzle)
         return cls(
-            q=block(t.warpgroups, ROWS, max(t.width, t.value_width)),
-            dq=None if x.q.dx is None else block(t.warpgroups, ROWS, t.width),
-            k=like(x.k, t.stages, t.block_k, t.width),
-            # of few rows in a narrower swizzle, as `tile.k_subtiles` says
-            v=like(
-                x.v,
-                *(t.value_stages, t.block_k, t.value_width),
-                swizzle=min(2 * t.block_k, t.swizzle),
-            ),
+            q=block(t.warpgroups, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
+            dq=dq if has_dq else None,
+            k=WithTangent(k, k if has_dk else None),
+            v=(WithTangent(v, v if has_dv else None),),
             dlse=plgpu.SMEM((t.warpgroups, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_barriers=t.warpgroups),
-            dq_full=None if x.q.dx is None else plgpu.Barrier(num_barriers=t.warpgroups),
-            k_full=barriers(x.k, t.stages),
-            v_full=barriers(x.v, t.value_stages),
+            q_full=barriers(t.warpgroups),
+            dq_full=barriers(t.warpgroups) if has_dq else None,
+            k_full=barriers(t.stages, 1 + has_dk),
+            v_full=barriers(t.value_stages, 1 + has_dv),
         )
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
     """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
     p, t = problem, tiles.tangent
+    tangents = tuple(a is not None for a in dx[:3])
     inputs = _inputs(p, t, x, dx, rows, o, dlse)
     do, dlse = launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -98,7 +108,7 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (inputs.o, inputs.rows.lse)],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(t, inputs),
+        scratch=Memory.allocate(p, t, tangents),
         name="flash_attention_tangent",
     )
     return do[:, : p.queries, :, : p.value_size], dlse[:, :, : p.queries]
@@ -106,14 +116,12 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
 
 def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
     _, key_lengths = x.resolved_mask.lengths
-    pad = lambda a: None if a is None else tile.pad(a, t.swizzle)
-    q, k, v = (WithTangent(pad(a), pad(da)) for a, da in zip(x[:3], dx[:3], strict=True))
+    q, k, v = map(WithTangent, x[:3], dx[:3])
+    pad = lambda a: tile.pad(a, t.swizzle)
     return Inputs(
-        q,
-        k,
-        v,
+        jax.tree.map(pad, q),
+        tile.padded_rows([k, v], t.block_k, key_lengths, t.swizzle),
         pad(o),
-        ragged_tail.copy_tails(key_lengths, t.block_k, *jax.tree.leaves((k, v))),
         bias.pad(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
@@ -125,7 +133,7 @@ def _kernel(
     program, x: Inputs, do_gmem, dlse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles
 ):
     t = tiles
-    work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes)
+    work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))
     ids = sync.BarrierIds(t.warpgroups, t.stages)
     ring = lambda slots, full, first: sync.TmaRing(
         slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups
@@ -139,23 +147,7 @@ def _kernel(
         consumer.finish(rows, *rows.compute(), do_gmem, dlse_gmem)
 
     def produce():
-        blocks = block_info.descend(x.blocks, block_info.visited(x, work, problem, t))
-        count = opaque(blocks.last)
-        arrays, tree = jax.tree.flatten((x.k, x.v))
-        read = ragged_tail.RaggedRows(arrays, x.tails).reader(work.batch, t.block_k)
-
-        def load(n, _):
-            def fill(first, *arrays):
-                rows = lambda a, width: tile.head_rows(
-                    a, work.batch, pl.ds(first, t.block_k), work.kv_head, width
-                )
-                keys, values = jax.tree.unflatten(tree, arrays)
-                k.fill(n, jax.tree.map(lambda a: rows(a, t.width), keys))
-                v.fill(n, jax.tree.map(lambda a: rows(a, t.value_width), values))
-
-            read(blocks.index(n), fill)
-
-        schedule.loop(opaque(0), count, load, None)
+        count = tile.load_kv(x, work, visited(x, work, problem, t), k, v, t)
         k.drain(count)
         v.drain(count)
 
@@ -163,58 +155,48 @@ def _kernel(
 
 
 class Weights(NamedTuple):
-    """Of a block: what meets V and dV, None where nothing does, and the sum of P dS by row."""
+    """The left operands of V and dV of a block, None without a product, and the sum of P dS by
+    row."""
 
-    kept: Any  # P dS, as dropout leaves it
+    p_ds: Any  # P dS, as dropout leaves it
     prob: Any  # P, as dropout leaves it
     dlse: Any
 
 
-class Consumer(NamedTuple):
-    """A warpgroup that computes: 64 queries."""
-
-    problem: Problem
-    tiles: Tiles
-    x: Inputs
-    memory: Memory
-    k: sync.TmaRing
-    v: sync.TmaRing
-    work: scheduler.WorkTile
-    wg: IntLike
+class Consumer(QueryConsumer):
+    """A consumer that owns 64 queries, and sums the tangents of their o and lse."""
 
     @property
     def first_row(self) -> IntLike:
         return self.work.tile * self.tiles.block_q + self.wg * ROWS
 
     def rows(self, array, width: int):
-        """Its rows of q, dq, o or do."""
+        """The consumer's rows of q, dq, o or do."""
         rows = pl.ds(self.first_row, ROWS)
         return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def setup(self) -> "QueryTile":
-        """Its queries, which are in shared memory then, with their tangents."""
-        x, t, memory, work, wg = self.x, self.tiles, self.memory, self.work, self.wg
-        blocks = block_info.descend(x.blocks, block_info.visited(x, work, self.problem, t))
+        """The consumer's queries, once they and their tangents are in shared memory."""
+        x, memory, wg = self.x, self.memory, self.wg
+        blocks = self.blocks()
         self.load_into_q(x.q.x)
         if x.q.dx is not None:
-            dq = self.rows(x.q.dx, t.width)
+            dq = self.rows(x.q.dx, self.tiles.width)
             plgpu.copy_gmem_to_smem(dq, memory.dq.at[wg], memory.dq_full.at[wg])
-        rows = pl.ds(self.first_row, ROWS)
-        of_rows = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
+        of_rows = x.rows.load(*self.by_row(self.first_row), tile.LAYOUTS.row)
         for full in jax.tree.leaves((memory.q_full, memory.dq_full)):
             plgpu.barrier_wait(full.at[wg])
-        head = logits.for_head(self.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
-        mask = head.load_mask(work.batch, self.first_row, ROWS)
-        return QueryTile(self, blocks, of_rows, head, mask)
+        return QueryTile(self, blocks, of_rows, *self.load_logits(self.first_row))
 
     def load_into_q(self, array):
-        """Begins to load its rows of q, or in the end of o."""
+        """Begins to load the consumer's rows of q, or in the end of o."""
         q, full = self.memory.q.at[self.wg], self.memory.q_full.at[self.wg]
         plgpu.copy_gmem_to_smem(self.rows(array, q.shape[1]), q, full)
 
     def finish(self, rows: "QueryTile", do, dlse, do_gmem, dlse_gmem):
-        """The epilogue, by way of the shared memory of q, from the sums over the keys."""
-        memory, work, wg, q = self.memory, self.work, self.wg, self.memory.q.at[self.wg]
+        """The epilogue: do and dlse, from their sums over the keys, leave by way of shared memory,
+        do by that of q."""
+        memory, wg, q = self.memory, self.wg, self.memory.q.at[self.wg]
         out = q.at[:, : self.tiles.value_width]
         plgpu.commit_smem()  # a barrier too: all warps have read q
         self.load_into_q(self.x.o)
@@ -222,8 +204,8 @@ class Consumer(NamedTuple):
         do, dlse = rows.of_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
         out[...] = do.astype(out.dtype)
         memory.dlse.at[wg][...] = dlse
-        to_dlse = dlse_gmem.at[work.batch, work.head, pl.ds(self.first_row, ROWS)]
-        tile.copy_out((q, self.rows(do_gmem, q.shape[1])), (memory.dlse.at[wg], to_dlse))
+        by_row = dlse_gmem.at[self.by_row(self.first_row)]
+        tile.copy_out((q, self.rows(do_gmem, q.shape[1])), (memory.dlse.at[wg], by_row))
 
 
 class QueryTile(NamedTuple):
@@ -267,14 +249,14 @@ class QueryTile(NamedTuple):
         like, tree = jax.tree.flatten(
             Weights(*(None if x is None else zeros for x in before[:2]), before.dlse)
         )
-        do, _, _, *found = tile.overlap(under_the_products, (do, zeros, zeros), like)
+        do, _, _, *weights = tile.overlap(under_the_products, (do, zeros, zeros), like)
         self.consumer.v.release(t - 1)
-        return do, self.rounded(jax.tree.unflatten(tree, found))
+        return do, self.rounded(jax.tree.unflatten(tree, weights))
 
     def begin_do(self, acc, weights: Weights, t: IntLike) -> int:
-        """Begins the products of block t's values, so many."""
-        v = self.consumer.v.block(t)
-        pairs = [(weights.kept, v.x), (weights.prob, v.dx)]
+        """Begins the products of block t's values; returns how many."""
+        (v,) = self.consumer.v.block(t)
+        pairs = [(weights.p_ds, v.x), (weights.prob, v.dx)]
         pairs = [(a, b) for a, b in pairs if a is not None]
         for a, b in pairs:
             tile.dot(acc, a, b)
@@ -282,10 +264,10 @@ class QueryTile(NamedTuple):
 
     def rounded(self, x: Weights) -> Weights:
         low = lambda a: None if a is None else a.astype(self.consumer.x.q.x.dtype)
-        return Weights(low(x.kept), low(x.prob), x.dlse)
+        return Weights(low(x.p_ds), low(x.prob), x.dlse)
 
     def weights(self, t: IntLike, masked: bool, dlse, s_acc, ds_acc, begin=None) -> Weights:
-        """Of block t, whose exponentials run under dS and what begin() begins."""
+        """The Weights of block t, whose exponentials run under dS and what begin() begins."""
         c, tiles = self.consumer, self.consumer.tiles
         wg = opaque(c.wg)  # or the addresses of all slices of q would take registers
         q = c.memory.q.at[wg, :, : tiles.width]
@@ -305,7 +287,7 @@ class QueryTile(NamedTuple):
         prob, weight, back = self.head.probabilities(
             s, at, lambda: per_row(self.of_rows.lse, self.shape), self.mask if masked else None
         )
-        prob = None if c.x.v.dx is None else prob
+        prob = None if c.memory.v[0].dx is None else prob
         ds = tile.await_sum(ds_acc, running=running) if factors else None
         c.k.release(t)
         dbias = bias.for_head(c.x.dbias, c.work.batch, c.work.head)

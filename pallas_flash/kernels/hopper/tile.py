@@ -4,6 +4,7 @@ A program is a few warpgroups: one loads blocks by TMA (the producer), the other
 consumers). Sections 3 and 4 of FlashAttention-3 (arXiv:2407.08608) say why.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,12 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS
-from pallas_flash.kernels.hopper.tuning import padded_length, padded_size
-from pallas_flash.kernels.mosaic import roles
+from pallas_flash.kernels.mosaic import elements, launch, shared_memory
 from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic.launch import Role
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
-from pallas_flash.kernels.mosaic.roles import Role
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
@@ -35,7 +35,7 @@ def zeros(*shape: int):
 
 
 def rows(value: float):
-    """The same float32 for each row of a warpgroup."""
+    """A float32 value of each row of a warpgroup, the same for all."""
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUTS.row)
 
 
@@ -64,7 +64,7 @@ def rescale(o, alpha):
 
 
 def as_float32(x):
-    """A tile of 16 bits in float32. Of bfloat16 by integer operations on pairs of numbers: for a
+    """A tile of 16 bits in float32: bfloat16 by integer operations on pairs of numbers, since for a
     conversion ptxas would hold both halves of each pair in registers from when x is computed."""
     if x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32)
@@ -97,20 +97,23 @@ def as_float32(x):
 def load_kv(
     x, work, blocks: schedule.Blocks, k: sync.TmaRing, v: sync.TmaRing, tiles, used: IntLike = 0
 ):
-    """The producer's: fills the rings with the blocks of keys, and of values in `k_subtiles`, that
-    a program visits. How many slots have then been used, of which `used` were before."""
+    """Fills the rings, as the producer, with the blocks of keys, and of values in `k_subtiles`,
+    that a program visits. Returns how many slots have then been used, of which `used` were
+    before."""
     count = opaque(blocks.last)
     read = x.keys.reader(work.batch, tiles.block_k)
 
     def load(t, _):
         def fill(first, k_gmem, v_gmem):
-            rows = lambda x, start, size, width: head_rows(
-                x, work.batch, pl.ds(first + start, size), work.kv_head, width
-            )
+            def rows(arrays, start, size, width):
+                rows = pl.ds(first + start, size)
+                of_head = lambda x: head_rows(x, work.batch, rows, work.kv_head, width)
+                return jax.tree.map(of_head, arrays)
+
             k.fill(t, rows(k_gmem, 0, tiles.block_k, tiles.width), used)
             subtiles = tuple(
                 rows(v_gmem, subtile.start, subtile.size, tiles.value_width)
-                for subtile in k_subtiles(tiles.block_k)
+                for subtile in k_subtiles(jax.tree.leaves(v_gmem)[0].dtype, tiles.block_k)
             )
             v.fill(t, subtiles, used)
 
@@ -120,32 +123,25 @@ def load_kv(
     return jnp.maximum(used, count)
 
 
-def block(dtype, *shape: int, swizzle: int = 128):
-    """Shared memory for matrices in the order that TMA, wgmma and the registers' stores meet
-    without bank conflicts."""
-    row = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(swizzle))
-    )
-
-
-def k_subtiles(rows: int) -> list[pl.Slice]:
-    """A block's rows as Mosaic's products sum over them: whole 64, and the 16 or 32 that are left,
-    in a narrower swizzle."""
-    whole = rows // ROWS * ROWS
+def k_subtiles(dtype, rows: int) -> list[pl.Slice]:
+    """The slices of a block's rows that Mosaic's products sum over: as many as the widest tile has
+    columns or a multiple, and the few that are left, in a narrower swizzle."""
+    columns = elements.columns(dtype, elements.SWIZZLES[0])
+    whole = rows // columns * columns
     return [x for x in (pl.ds(0, whole), pl.ds(whole, rows - whole)) if x.size]
 
 
 def subtile_blocks(dtype, stages: int, rows: int, width: int, swizzle: int):
-    """`block`s of 16 bits for `stages` x rows x width, one for each of the `k_subtiles`."""
+    """Matrices in shared memory for `stages` x rows x width, one for each of the `k_subtiles`."""
+    swizzle_of = lambda rows: elements.swizzle_of_rows(dtype, rows, swizzle)
     return tuple(
-        block(dtype, stages, x.size, width, swizzle=min(2 * x.size, swizzle))
-        for x in k_subtiles(rows)
+        shared_memory.matrix(dtype, stages, x.size, width, swizzle=swizzle_of(x.size))
+        for x in k_subtiles(dtype, rows)
     )
 
 
 def head_rows(array, batch, rows: pl.Slice, head, width: int):
-    """Rows of a head, of a global array [B, length, heads, n]: `width` columns, of which TMA reads
+    """Rows of a head of a global array [B, length, heads, n]: `width` columns, of which TMA reads
     those from n on as zeros and writes nothing there."""
     whole = array.shape[3] == width
     # jax 0.12 refuses to know that it hangs over
@@ -154,8 +150,8 @@ def head_rows(array, batch, rows: pl.Slice, head, width: int):
 
 
 def copy_out(*pairs):
-    """From shared to global memory, what was just written there, and waits until it has left: a
-    program may end then."""
+    """Copies what was just written to shared memory to global memory, and waits until it has left:
+    a program may end then."""
     plgpu.commit_smem()
     for smem, target in pairs:
         plgpu.copy_smem_to_gmem(smem, target)
@@ -171,25 +167,23 @@ def add_out(x, smem, target):
 
 
 def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
-    """Of arrays [B, length, heads, n], in blocks of `size` rows."""
-    arrays = tuple(pad(x, swizzle) for x in arrays)
+    """Arrays [B, length, heads, n], padded, to be read in blocks of `size` rows."""
+    arrays = jax.tree.map(lambda x: pad(x, swizzle), tuple(arrays))
     return RaggedRows(arrays, copy_tails(lengths, size, *arrays))
 
 
 def inputs(p: Problem, t, *args) -> Inputs:
-    """Of the kernels of gradients."""
+    """The arrays that a kernel of gradients reads."""
     rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
     return Inputs.make(rows, p, t, *args)
 
 
 def pad(x, swizzle: int):
-    """[B, length, heads, size] with zeros up to what TMA's tiles divide."""
-    more = (
-        (0, padded_length(x.shape[1]) - x.shape[1]),
-        (0, 0),
-        (0, padded_size(x.shape[3], swizzle) - x.shape[3]),
-    )
-    return jnp.pad(x, ((0, 0), *more)) if any(high for _, high in more) else x
+    """An array [B, length, heads, size] with zeros up to what TMA's tiles divide."""
+    _, length, _, size = x.shape
+    rows = elements.round_up(length, elements.TILE_ROWS) - length
+    columns = elements.padded_size(x.dtype, size, swizzle) - size
+    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else x
 
 
 # Products
@@ -208,22 +202,22 @@ def dot(acc, a, b):
 def dot_subtiles(acc, a, b):
     """acc += a b, asynchronously, a product for each of the `k_subtiles` of b's rows; a in
     registers or, with one of them, in shared memory."""
-    for x, rows in zip(k_subtiles(a.shape[1]), b, strict=True):
+    for x, rows in zip(k_subtiles(a.dtype, a.shape[1]), b, strict=True):
         dot(acc, a if x.size == a.shape[1] else a[:, x.start : x.start + x.size], rows)
 
 
 def await_sum(acc, running: int = 0):
-    """What acc holds, once no more than the last `running` products are still running."""
+    """The sum in acc, once no more than the last `running` products are still running."""
     return plgpu.wgmma_accumulator_load(acc, wait_n=running)
 
 
 def with_accumulators(body, *shapes):
-    """body(accumulator, ...) with an accumulator of zeros for each shape."""
+    """Returns body(accumulator, ...), with an accumulator of zeros for each shape."""
     return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def product(begin, shape, running: int = 0):
-    """The product that begin(acc) begins, before `running` others that go on."""
+    """The product that begin(acc) begins; `running` later ones go on."""
 
     def body(acc):
         begin(acc)
@@ -262,9 +256,9 @@ def overlap(body, sums, like):
 
 
 def specialize(tiles, consume, produce):
-    """consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
+    """Runs consume(wg) in each consumer warpgroup and produce() in the producer, which gives its
     registers to several others; one has as many as there are from the start."""
     many, few = {1: (None, None), 2: (240, 24), 3: (160, 32)}[tiles.warpgroups]
-    roles.specialize(
+    launch.specialize(
         Role(consume, tiles.warpgroups, many), Role(lambda _: produce(), registers=few)
     )

@@ -1,36 +1,54 @@
-"""What runs by mma on every NVIDIA GPU, for all Mosaic families: decoding, forward mode, and the
-gradients of scores."""
+"""Mosaic GPU kernels by mma: FlashAttention-2 for GPUs from Ampere on, which is the implementation
+"ampere"; and decoding and the gradients of scores, which Hopper's implementation shares."""
 
+import dataclasses
+
+from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined
-from pallas_flash.kernels.mma.tuning import (
-    decode_tiles,
+from pallas_flash.kernels.mma.tile_sizes import (
+    OUTPUT_COLUMNS,
+    AllTiles,
     padded_length,
     page_columns,
-    score_tiles,
-    why_no_decoding,
     widths,
 )
 from pallas_flash.kernels.mosaic import operations
+from pallas_flash.kernels.mosaic.elements import OPERANDS
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.page_layout import Pages
-from pallas_flash.tiled.split_kv import is_decoding
-from pallas_flash.tiled.split_kv import why_not as why_no_single_tile
+from pallas_flash.tiled import split_kv
 
-__all__ = ["copies", "decode_tiles", "score_tiles", "why_no_pages", "why_not"]
+__all__ = [
+    "copies",
+    "copies_for_decoding",
+    "remark",
+    "tiles",
+    "why_no_pages",
+    "why_not",
+    "why_not_with_decoding",
+]
+
+WIDEST = 512  # head size
+TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
 
 
-def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
-    """`operations.why_not` of a family of kernels that know heads up to `widest`: its decoding, by
-    mma, knows wider ones."""
+def why_not(problem: Problem) -> str | None:
+    """Why the kernels cannot run a problem, or None."""
+    return joined(_why_not_here(), why_not_with_decoding(problem, "mma", WIDEST))
+
+
+def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str | None:
+    """`operations.why_not` for a family whose own kernels know heads up to `widest`, and whose
+    decoding, by mma, knows wider ones."""
     p = problem
-    if p.head_size <= widest or not is_decoding(p):
+    if p.head_size <= widest or not split_kv.is_decoding(p):
         return operations.why_not(p, multiply, widest)
-    return joined(operations.why_not(p, multiply, p.head_size), why_no_decoding(p))
+    return joined(operations.why_not(p, multiply, p.head_size), _why_no_decoding(_in_16_bits(p)))
 
 
 def why_no_pages(problem: Problem, pages: Pages) -> str | None:
-    """Why the kernels cannot read pages in place, or None."""
-    p, page, dtype = problem, pages.page, pages.stored
+    """Why the kernels cannot read pages where they lie, or None."""
+    p, page, dtype = _in_16_bits(problem), pages.page, pages.stored
     if pages.alone:
         return (
             f"it reads keys and values in 8 bits, or neither; got {pages.alone} alone in {dtype}: "
@@ -45,18 +63,89 @@ def why_no_pages(problem: Problem, pages: Pages) -> str | None:
             f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
             f"{p.head_size}, Hv = {p.value_size}"
         )
-    return why_no_decoding(p, page, dtype) or why_no_single_tile(p)
+    return _why_no_decoding(p, page, dtype) or split_kv.why_not(p)
 
 
-def copies(problem: Problem, by_decoding: bool, block_q: int = 1) -> str | None:
-    """What XLA pads for kernels by mma in each call, of queries whole blocks; or None."""
-    p, length = problem, lambda n: (n, padded_length(n))
-    width, value_width = widths(p)
-    sizes = dict(S=length(p.keys), H=(p.head_size, width), Hv=(p.value_size, value_width))
-    if not by_decoding:
-        padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **sizes)
-        reason = why_no_decoding(p) if is_decoding(p) else None
-        return f"{padded}, for the forward: {reason}" if padded and reason else padded
-    if p.values_are_keys:
+def _in_16_bits(p: Problem) -> Problem:
+    """The problem in a dtype that mma multiplies, to say what else it lacks."""
+    return p if p.dtype in OPERANDS else dataclasses.replace(p, dtype=OPERANDS[0])
+
+
+def _why_no_decoding(p: Problem, *pages) -> str | None:
+    """Why decoding has no tiles for a problem and pages; None where it has, or where there is no
+    GPU to ask."""
+    sizes = f"got H = {p.head_size}, Hv = {p.value_size}"
+    if widths(p)[1] > 2 * OUTPUT_COLUMNS:
+        columns = 2 * OUTPUT_COLUMNS
+        return f"values of more than {columns} columns do not fit into registers; {sizes}"
+    if not (hardware.compute_capability() or hardware.interpret):
+        return None
+    try:
+        from pallas_flash.kernels.mma import tuning
+    except Exception:  # another jax may lack what kernels import, which is said elsewhere
+        return None
+    if tuning.decode_tiles(p, *pages) is not None:
+        return None
+    needed_kb, kb = (
+        -(-n // 1024) for n in (tuning.decoding_bytes(p, *pages), hardware.shared_memory())
+    )
+    return (
+        f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"
+    )
+
+
+def tiles(problem: Problem) -> AllTiles:
+    """`tuning.tiles`, which asks the kernels, and with them a Mosaic that a jax may lack."""
+    from pallas_flash.kernels.mma import tuning
+
+    return tuning.tiles(problem)
+
+
+def copies(problem: Problem) -> str | None:
+    """What XLA pads for the kernels in each call, or None."""
+    p, t = problem, tiles(problem)
+    if t.decode is not None:
+        return copies_for_decoding(p)
+    block_q = 1 if t.forward.copies_q else t.forward.block_q
+    padded = operations.copies(T=(p.queries, padded_length(p.queries, block_q)), **_padded(p))
+    reason = _why_no_decoding(p) if split_kv.is_decoding(p) else None
+    return f"{padded}, for the forward: {reason}" if padded and reason else padded
+
+
+def copies_for_decoding(problem: Problem) -> str | None:
+    """What XLA pads for decoding in each call, or None; its rows are few."""
+    sizes = _padded(problem)
+    if problem.values_are_keys:
         del sizes["Hv"]
-    return operations.copies(**sizes)  # its rows are few
+    return operations.copies(**sizes)
+
+
+def _padded(p: Problem) -> dict[str, tuple[int, int]]:
+    """Sizes of keys and values, and what they are padded to."""
+    width, value_width = widths(p)
+    length = p.keys, padded_length(p.keys)
+    return dict(S=length, H=(p.head_size, width), Hv=(p.value_size, value_width))
+
+
+def remark() -> str | None:
+    """That the GPU that a call is for multiplies faster than by mma, or None."""
+    if hardware.compute_capability() not in TENSOR_MEMORY:
+        return None
+    return (
+        "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
+        "by jax.nn.dot_product_attention(implementation='cudnn'), use tcgen05"
+    )
+
+
+def _why_not_here() -> str | None:
+    if hardware.interpret:
+        return None
+    capability, lacking = hardware.compute_capability(), []
+    if capability is None or capability < 8.0:
+        there = f"this one has {capability}" if capability else "there is none"
+        lacking.append(f"it needs an NVIDIA GPU of compute capability 8.0 or more; {there}")
+    elif capability != (lowered := hardware.mosaic_capability()):
+        lacking.append(
+            f"Mosaic would lower it for compute capability {lowered}; this GPU has {capability}"
+        )
+    return joined(*lacking, operations.why_not_jax())

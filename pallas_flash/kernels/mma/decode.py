@@ -13,6 +13,7 @@ memory, and then both have S, and compute the same P.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.padded_rows import flat, pad
-from pallas_flash.kernels.mma.tuning import ROWS, DecodeTiles
-from pallas_flash.kernels.mosaic import logits, mods
+from pallas_flash.kernels.mma.tile_sizes import (
+    OUTPUT_COLUMNS,
+    ROWS,
+    WIDE_BLOCK,
+    DecodeTiles,
+    Gpu,
+    swizzle_of,
+    widths,
+)
+from pallas_flash.kernels.mosaic import logits, mods, shared_memory
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
@@ -39,16 +48,44 @@ from pallas_flash.tiled import online_softmax, schedule, split_kv
 from pallas_flash.tiled.quantised import weights
 
 
+def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[DecodeTiles]:
+    """Tiles whose O registers hold, the best first: as many stages as may be, of blocks so large
+    that shared memory holds three, or else two."""
+    width, value_width = widths(p)
+    count = schedule.ceil_div(value_width, OUTPUT_COLUMNS)  # of warpgroups
+    slices = width // count, value_width // count
+    # registers hold O beside a block, and what is made of 8 bits
+    is_wide = width > 128 or (stored and width + value_width > 128)
+    most = 32 if count > 1 else WIDE_BLOCK if value_width > 128 else 32 if is_wide else ROWS
+    blocks = [block_k for block_k in (ROWS, 32, WIDE_BLOCK) if block_k <= most and count <= 2]
+    for stages, block_k in [(n, k) for each in ((6, 5, 4, 3), (2,)) for k in blocks for n in each]:
+        rows = ROWS if gpu.has_tma else min(page, block_k)
+        in_slots = swizzle_of(stored or p.dtype, slices, rows * count)
+        yield DecodeTiles(
+            width,
+            value_width,
+            split_kv.num_splits(p, block_k, gpu.processors),
+            stages,
+            block_k,
+            copies=max(block_k // page, 1),
+            swizzle=swizzle_of(p.dtype, slices, block_k) if stored else in_slots,
+            swizzle_in_slots=in_slots,
+            tma=gpu.has_tma,
+            stored=stored,
+        )
+
+
 class Inputs(NamedTuple):
     q: jax.Array  # [B, tiles of 64 rows, K width]
-    # keys [B, S, K width], or pages as matrices; and values, unless they are columns of the keys
+    # keys [B, S, K width], or pages as matrices; and values, unless these are keys' columns
     kv: tuple
-    # int32 [B, 4], what the tokens see, schedule.Blocks of one key; None: the kernel computes it
+    # the keys that tokens see, int32 [B, 4], schedule.Blocks of one key; None: the kernel computes
+    # them
     keys: jax.Array | None
     table: PageTable | None
-    # float32 [B, K, S], factors of the numbers in shared memory of keys and of values in 8 bits
+    # float32 [B, K, S], factors of the 8-bit numbers of keys, and of values, in shared memory
     scales: tuple
-    resolved_mask: ResolvedMask  # the tokens' mask; its data by query are by row, for whole tiles
+    resolved_mask: ResolvedMask  # of the tokens, with its data by query repeated for 64 rows
     score_mod: mods.Arrays | None
 
 
@@ -56,26 +93,32 @@ class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
     q: Any  # [64, width]
-    kv: tuple  # [stages, block_k, width] for keys, and for values as in Inputs
-    in_use: tuple  # blocks in 16 bits of keys and values in 8; one, where keys serve as values
-    sums: Any  # for tile.SumOfParts; None with one warpgroup
+    kv: tuple  # [stages, block_k, width] of keys, and of values unless these are keys' columns
+    in_use: tuple  # a block of keys and one of values, or of both, widened from 8 bits to 16
+    sums: Any  # of tile.SumOfParts; None with one warpgroup
     q_full: Any
     kv_full: Any
 
     @classmethod
-    def allocate(cls, t: DecodeTiles, x: Inputs) -> "Memory":
-        block = functools.partial(tile.block, swizzle=t.swizzle)
+    def allocate(cls, p: Problem, t: DecodeTiles) -> "Memory":
+        widths, dtypes = (t.width, t.value_width), (p.dtype, weights(jnp.dtype(p.dtype)))
+        count = 1 if p.values_are_keys else 2
+        matrix = functools.partial(shared_memory.matrix, swizzle=t.swizzle)
         slots = functools.partial(
-            tile.block, x.kv[0].dtype, t.stages, t.block_k, swizzle=t.swizzle_in_slots
+            shared_memory.matrix,
+            "int8" if t.stored else p.dtype,
+            t.stages,
+            t.block_k,
+            swizzle=t.swizzle_in_slots,
         )
-        dtypes, widths = (x.q.dtype, weights(x.q.dtype)), (t.width, t.value_width)
-        count = 1 if t.values_are_keys else 2
-        wide = [block(dtype, t.block_k, n) for dtype, n in zip(dtypes, widths, strict=True)]
+        wide = [matrix(dtype, t.block_k, n) for dtype, n in zip(dtypes, widths, strict=True)]
+        # one serves as keys and values, unless they have two dtypes
+        wide_count = 0 if not t.stored else count if dtypes[0] == dtypes[1] else 2
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         return cls(
-            q=block(x.q.dtype, ROWS, t.width),
+            q=matrix(p.dtype, ROWS, t.width),
             kv=tuple(map(slots, widths[:count])),
-            in_use=tuple(wide[: -(-t.widened // t.width)]),
+            in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
             q_full=plgpu.Barrier() if t.tma else None,
             kv_full=full if t.tma else None,
@@ -105,7 +148,7 @@ def forward(
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
         warpgroups=t.warpgroups,
-        scratch=Memory.allocate(t, inputs),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_decode",
         semantics=LANE,
     )
@@ -115,8 +158,8 @@ def forward(
 
 
 def _mask(p: Problem, mask: ResolvedMask, block_k: int):
-    """The mask with its data by query for each of 64 rows, and by key for whole blocks; and the
-    `keys` of Inputs."""
+    """The mask, with its data by query repeated for 64 rows and its data by key padded to whole
+    blocks; and Inputs.keys."""
     if mask.start is None:
         return mask, None
     rows = schedule.ceil_div(p.queries * p.group, ROWS) * ROWS
@@ -129,7 +172,7 @@ def _mask(p: Problem, mask: ResolvedMask, block_k: int):
 
 
 def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inputs:
-    count = 1 if t.values_are_keys else 2
+    count = 1 if p.values_are_keys else 2
     kv = [x.key, x.value][:count]
     if t.stored:
         kv = [lax.bitcast_convert_type(a, jnp.int8) for a in kv]
@@ -144,7 +187,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inp
 
 
 def _in_order(scales, table: PageTable, block_k: int):
-    """The scales [B, K, S] of whole blocks of keys."""
+    """Gathers the scales [B, K, S] of whole blocks of keys."""
     x = jnp.swapaxes(table.layout.join(scales[table.numbers]), 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_k)))
 
@@ -153,7 +196,7 @@ def _kernel(
     program, x: Inputs, o_gmem, *outputs, problem: Problem, tokens: int, tiles: DecodeTiles
 ):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
-    own, count = Slice.of(t), schedule.ceil_div(p.queries, ROWS)
+    part, count = ColumnSlice.here(t), schedule.ceil_div(p.queries, ROWS)
     program, number = divmod_(program, count)  # neighbours read the same keys
     pair, split = divmod_(program, t.num_splits)
     b, h = divmod_(pair, p.heads)
@@ -168,21 +211,21 @@ def _kernel(
     kv = tile.CopyRing(memory.kv, memory.kv_full, t.copies, warpgroups=t.warpgroups)
 
     def load(n):
-        @pl.when((n < blocks.last) & own.is_first)
+        @pl.when((n < blocks.last) & part.is_first)
         def _():
             for ref, slot in zip(x.kv, kv.at(n), strict=True):
-                for source, part in _copies(ref, slot, x.table, b, h, n, t):
-                    tile.copy(source, part, kv.full_at(n))
+                for source, target in _copies(ref, slot, x.table, b, h, n, t):
+                    tile.copy(source, target, kv.full_at(n))
 
     q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
-    pl.when(own.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
+    pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     for n in range(t.stages - 1):
         load(blocks.first + n)
     mask = _load_mask(at_batch, b, first_row, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     kv.wait_before(memory.q_full, blocks.count)
-    q = tile.load(own.columns(memory.q)) if t.keeps_q else None
+    q = tile.load(part.of(memory.q)) if t.keeps_q else None
 
     def step(n, carry, masked):
         o, stats = carry
@@ -194,13 +237,13 @@ def _kernel(
         load(n + t.stages - 1)
         if t.stored:
             for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
-                some = own.columns(ref, wide.shape[1])
-                tile.widen(some, t.stored, own.columns(wide), t.swizzle)
+                narrow = part.of(ref, wide.shape[1])
+                tile.widen(narrow, t.stored, part.of(wide), t.swizzle)
             tile.release(tma=False)
             block = memory.in_use
-        k, v = own.columns(block[0]), own.columns(block[-1], t.value_width)
-        s = tile.dot_t(tile.load(own.columns(memory.q)) if q is None else q, k)
-        s = tile.SumOfParts(memory.sums, own.number)(n, s)  # [bq, bk]
+        k, v = part.of(block[0]), part.of(block[-1], t.value_width)
+        s = tile.dot_t(tile.load(part.of(memory.q)) if q is None else q, k)
+        s = tile.SumOfParts(memory.sums, part.number)(n, s)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
         s, scale = head.modify(s, at)
         visible = None
@@ -210,7 +253,7 @@ def _kernel(
             s = jnp.where(visible, s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
         o = o * per_row(alpha, o.shape)
-        if v_scale is not None:  # it may be NaN where nobody sees
+        if v_scale is not None:  # which may be NaN at keys that no row sees
             prob = prob * v_scale
             prob = prob if visible is None else jnp.where(visible, prob, 0.0)
         prob = tile.as_left(prob.astype(v.dtype))
@@ -222,14 +265,14 @@ def _kernel(
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
     o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width // t.warpgroups), start))
     o = online_softmax.finish(o, stats.l)
-    tile.store_rows(own.columns(o_gmem.at[b, split, h, rows]), o, p.queries - first_row)
+    tile.store_rows(part.of(o_gmem.at[b, split, h, rows]), o, p.queries - first_row)
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
-        pl.when(own.is_first)(store)
+        pl.when(part.is_first)(store)
 
 
 def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: int) -> TileMask:
-    """The mask of a tile of 64 rows of batch row b; a row beyond the last counts as the last."""
+    """Loads the mask of 64 rows of batch row b; a row beyond the last counts as the last."""
     rows, layout = pl.ds(first_row, ROWS), tile.LAYOUTS.row
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda ref: load(ref.at[b, rows], layout))
     token = 0
@@ -242,21 +285,21 @@ def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: in
     return TileMask(mask, b, *mask.interval(token), None)
 
 
-class Slice(NamedTuple):
-    """The columns of each matrix that a warpgroup owns: one of `count` slices."""
+class ColumnSlice(NamedTuple):
+    """The slice, one of `count`, that a warpgroup has of the columns of each matrix."""
 
     number: IntLike
     count: int
 
     @classmethod
-    def of(cls, t: DecodeTiles) -> "Slice":
+    def here(cls, t: DecodeTiles) -> "ColumnSlice":
         return cls(lax.axis_index("warpgroup") if t.warpgroups > 1 else 0, t.warpgroups)
 
     @property
     def is_first(self):
         return self.number == 0
 
-    def columns(self, ref, width: int | None = None):
+    def of(self, ref, width: int | None = None):
         """The slice of the first `width` columns of a matrix, or of all."""
         size = (ref.shape[1] if width is None else width) // self.count
         return ref.at[:, pl.ds(self.number * size, size)]
@@ -270,7 +313,8 @@ def _first_key(ref, table, n: IntLike, t: DecodeTiles):
 
 
 def _copies(ref, slot, table: PageTable | None, b, h, n, t: DecodeTiles) -> list:
-    """Source and destination of each copy of block n of a head's keys or values, page by page."""
+    """(source, target) of each copy that block n of a head's keys or values takes: one for a
+    page."""
     width = slot.shape[1]
     if table is None:
         rows = pl.ds(_first_key(ref, table, n, t), t.block_k)

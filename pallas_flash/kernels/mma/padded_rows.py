@@ -1,4 +1,4 @@
-"""Matrices in global memory, of which the kernels copy blocks of rows to shared memory."""
+"""Matrices in global memory, padded so that kernels may copy whole blocks of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -6,18 +6,18 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.tuning import padded_length
+from pallas_flash.kernels.mma.tile_sizes import padded_length
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 
 
 class PaddedRows(RaggedRows):
     """Arrays [B, length, heads * width]. cp.async cannot stop where an array ends: a block that
-    hangs over is read from a copy that has zeros behind that end."""
+    hangs over is read from a copy with zeros behind the end."""
 
     @classmethod
     def make(cls, arrays, widths, size: int, lengths: jax.Array | None) -> "PaddedRows":
-        """Of arrays [B, length, heads, n], with zeros up to these widths, in blocks of `size` rows;
-        of each batch row so many are read, int32 [B], or all."""
+        """Pads arrays [B, length, heads, n] with zeros to these widths, for blocks of `size` rows,
+        of which the kernel reads `lengths` in each batch row, int32 [B], or all."""
         B, length = arrays[0].shape[:2]
         if lengths is None and length % size and length > size:
             lengths = jnp.full((B,), length, jnp.int32)
@@ -44,8 +44,8 @@ class PaddedRows(RaggedRows):
         self.reader(batch, size)(block, copy)
 
     def loader(self, ring: tile.CopyRing, batch: IntLike, head: IntLike, blocks, position=None):
-        """load(t), which begins to copy the block at position t of `blocks` of a head, if there is
-        one; to the ring it is the position(t)-th, by default the t-th."""
+        """A function load(t) that begins to copy the t-th of a head's `blocks`, if there is one, to
+        the ring, where it is the position(t)-th, by default the t-th."""
 
         def load(t):
             n = t if position is None else position(t)
@@ -56,13 +56,13 @@ class PaddedRows(RaggedRows):
 
 
 def pad(x: jax.Array, rows: int, width: int) -> jax.Array:
-    """[B, length, heads, n] with zeros up to so many rows, or those that TMA asks for, and to this
-    width."""
-    more = padded_length(rows) - x.shape[1]
-    return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, width - x.shape[3])))
+    """Pads [B, length, heads, n] with zeros to so many rows, or the next number that TMA takes, and
+    to this width."""
+    rows = padded_length(rows)
+    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, 0), (0, width - x.shape[3])))
 
 
 def flat(x: jax.Array) -> jax.Array:
-    """[B, length, heads * width] of [B, length, heads, width]: cp.async takes no axis between rows
-    and columns."""
+    """Reshapes [B, length, heads, width] to [B, length, heads * width]: cp.async takes no axis
+    between rows and columns."""
     return x.reshape(*x.shape[:2], -1)

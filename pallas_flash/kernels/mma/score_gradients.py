@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.gradients import Memory
-from pallas_flash.kernels.mma.gradients import inputs as kernel_inputs
-from pallas_flash.kernels.mma.tuning import REDUCTION, ScoreTiles, Tiles
+from pallas_flash.kernels.mma.memory import Memory
+from pallas_flash.kernels.mma.padded_rows import PaddedRows
+from pallas_flash.kernels.mma.tile_sizes import ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
@@ -30,12 +30,25 @@ from pallas_flash.mods.captured import PAIR
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
-ENTRIES = 32  # of an array that a program owns
+# The sums of dS are one tile, so these know all heads of Hopper's family too. The last row of each
+# is for GPUs with 99 KB of shared memory, and for heads above 256 on all. Decided as forward.TILES.
+QUERY_TILES = (
+    Tiles(64, 64, 64, 64),
+    Tiles(512, 512, 64, 32),
+    Tiles(512, 512, 64, 16),
+)
+KEY_TILES = (
+    Tiles(64, 64, 64, 64, owns_keys=True),
+    Tiles(512, 512, 32, 64, owns_keys=True),
+    Tiles(512, 512, 16, 64, owns_keys=True),
+)
+ENTRIES = 32  # of an array, that a program owns
+REDUCTION = 2048  # bytes of shared memory in which warps add up the columns of a tile of queries
 
 
 class ScoreInputs(NamedTuple):
-    """What gradients are computed from. `read`: the number of a read of the score_mod, for what
-    each pair adds to its gradient in place of dS."""
+    """The inputs of all kernels of a call. `read`: the number of a read of the score_mod, to sum
+    what each pair adds to its gradient in place of dS."""
 
     problem: Problem
     tiles: ScoreTiles
@@ -45,20 +58,20 @@ class ScoreInputs(NamedTuple):
 
 
 def score_gradients(problem: Problem, tiles: ScoreTiles, x: Operands, lse, do, delta) -> tuple:
-    """Those of the bias, None without one, and of the arrays that a score_mod reads."""
+    """Gradients of the bias, None without one, and of the arrays that a score_mod reads."""
     inputs = ScoreInputs(problem, tiles, x, (lse, do, delta))
     bias = None if x.bias is None else _sums(inputs, problem.bias, x.bias.dtype)
     totals = [] if x.score is None else [jnp.zeros_like(array) for array in x.score.tables]
     for number, read in enumerate(x.score.mod.reads if totals else ()):
         if read.array < len(totals):
             total = totals[read.array]
-            more = _of_read(inputs._replace(read=number), total.shape)
-            totals[read.array] = total + more.astype(total.dtype)
+            gradient = _read_gradient(inputs._replace(read=number), total.shape)
+            totals[read.array] = total + gradient.astype(total.dtype)
     return bias, tuple(totals)
 
 
-def _of_read(inputs: ScoreInputs, shape: tuple[int, ...]) -> jax.Array:
-    """What one read adds to the gradient of an array of this shape."""
+def _read_gradient(inputs: ScoreInputs, shape: tuple[int, ...]) -> jax.Array:
+    """The part of one read in the gradient of an array of this shape."""
     p, score = inputs.problem, inputs.operands.score
     read = score.mod.reads[inputs.read]
     _, differ = read.axes
@@ -68,8 +81,8 @@ def _of_read(inputs: ScoreInputs, shape: tuple[int, ...]) -> jax.Array:
         sums = _entry_sums(inputs, entries)
         index, _ = score.captured_by_head(p.batch, p.heads)[inputs.read]
         index = [_four_axes(jnp.asarray(i)[..., None, None]) for i in index]
-        own = jnp.unravel_index(jnp.arange(entries, dtype=jnp.int32), sizes)
-        for axis, i in zip(differ, own, strict=True):
+        entry = jnp.unravel_index(jnp.arange(entries, dtype=jnp.int32), sizes)
+        for axis, i in zip(differ, entry, strict=True):
             index[axis] = _four_axes(i)
         return _ordered_scatter_add(sums, captured.flat_index(index, shape), shape)
     rows, keys = (jnp.arange(n, dtype=jnp.int32) for n in (p.queries, p.keys))
@@ -84,8 +97,8 @@ def _four_axes(x) -> jax.Array:
 
 
 def _ordered_scatter_add(sums, place, shape: tuple[int, ...]) -> jax.Array:
-    """An array of this shape, to whose places, as of a vector, the sums are added; always in the
-    same order, as no scatter of XLA's does on a GPU."""
+    """Zeros of this shape with the sums added at the places, indices of the flat array; always in
+    one order, as no scatter of XLA's does on a GPU."""
     sums = _reduce(sums, place.shape)
     place = jnp.broadcast_to(place, sums.shape).reshape(-1)
     order = jnp.argsort(place, stable=True)
@@ -104,30 +117,30 @@ def _ordered_scatter_add(sums, place, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _reduce(sums, shape):
-    """Summed over the axes that the shape has as 1."""
+    """Sums over the axes where the shape has 1."""
     axes = tuple(axis for axis, n in enumerate(shape) if n == 1 and sums.shape[axis] > 1)
     return jnp.sum(sums, axes, keepdims=True) if axes else sums
 
 
 def _sums(inputs: ScoreInputs, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """Of a shape [B | 1, N | 1, T | 1, S | 1] the sums over what it broadcasts over. A program owns
-    a tile of queries or of keys and sums over the others, or one of both, and sums over batch rows
-    and heads."""
+    """Sums of a shape [B | 1, N | 1, T | 1, S | 1] over the axes that it broadcasts over. A program
+    owns a tile of queries or of keys and sums over the others, or it owns a tile of both, and sums
+    over batch rows and heads."""
     p, x, (by_query, by_key) = inputs.problem, inputs.operands, (n > 1 for n in shape[2:])
     of_pairs = by_query and by_key
     t = inputs.tiles.by_key if by_key and not by_query else inputs.tiles.by_query
     if of_pairs:
-        kernel, find, own = _pair_kernel, block_info.block_types, shape[:2]
+        kernel, blocks_of, heads = _pair_kernel, block_info.block_types, shape[:2]
     else:
-        find = block_info.by_key_tile if t.owns_keys else block_info.by_query_tile
-        kernel, own = _side_kernel, (p.batch, p.heads)
+        blocks_of = block_info.by_key_tile if t.owns_keys else block_info.by_query_tile
+        kernel, heads = _side_kernel, (p.batch, p.heads)
     queries, keys = (p.queries, t.block_q), (p.keys, t.block_k)
     sides = [queries, keys] if of_pairs else [keys if t.owns_keys else queries]
     tiles = [schedule.ceil_div(length, size) for length, size in sides]
     whole = (n * size for n, (_, size) in zip(tiles, sides, strict=True))
-    out = jax.ShapeDtypeStruct((*own, *whole), dtype if of_pairs else jnp.float32)
-    blocks = find(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    sums = _launch(kernel, inputs, t, blocks, math.prod((*own, *tiles)), out)
+    out = jax.ShapeDtypeStruct((*heads, *whole), dtype if of_pairs else jnp.float32)
+    blocks = blocks_of(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    sums = _launch(kernel, inputs, t, blocks, math.prod((*heads, *tiles)), out)
     sums = sums[:, :, *(slice(length) for length, _ in sides)]
     if of_pairs:
         return sums
@@ -138,7 +151,7 @@ def _sums(inputs: ScoreInputs, shape: tuple[int, ...], dtype=jnp.float32) -> jax
 
 
 class TileLoop(NamedTuple):
-    """Over tiles of scores, in a program."""
+    """A program's loop over tiles of scores."""
 
     problem: Problem
     tiles: Tiles
@@ -147,37 +160,38 @@ class TileLoop(NamedTuple):
     memory: Memory
 
     def over(self, work: WorkTile, blocks: schedule.Blocks, add: Callable, sums):
-        """sums = add(sums, tile, head's score_mod, d), where d() is dS of the tile, over the blocks
-        of keys that a tile of queries meets; or dS^T, of queries that a tile of keys does."""
+        """Computes sums = add(sums, tile, score_mod of the head, d) for each block of keys that a
+        tile of queries meets, or block of queries that a tile of keys meets; d() is dS of that
+        tile, or dS^T."""
         p, t, x, memory = self.problem, self.tiles, self.x, self.memory
-        batch, head, _, own = work
+        batch, head, _, owned_tile = work
         ring = tile.CopyRing(memory.ring, memory.ring_full)
         sides = (x.queries, head), (x.keys, divmod_(head, p.group)[0])
-        owned, passing = sides[::-1] if t.owns_keys else sides
-        tile.release(t.tma)  # by who reads the tile before
-        load_passing = passing[0].loader(ring, batch, passing[1], blocks)
-        owned[0].copy(own, batch, owned[1], memory.owned, memory.owned_full)
-        load_passing(blocks.first)
+        (owned, owned_head), (others, others_head) = sides[::-1] if t.owns_keys else sides
+        tile.release(t.tma)  # by the threads that still read the tile before
+        load_others = others.loader(ring, batch, others_head, blocks)
+        owned.copy(owned_tile, batch, owned_head, memory.owned, memory.owned_full)
+        load_others(blocks.first)
         tile.wait(memory.owned_full)
         of_head = logits.for_head(p, tile.LAYOUTS, x.logits, batch, head)._replace(read=self.read)
 
-        def of_rows(i):
+        def load_rows(i):
             """lse, delta and mask of a tile of queries."""
             rows = pl.ds(i * t.block_q, t.block_q)
             layout = tile.LAYOUTS.column if t.owns_keys else tile.LAYOUTS.row
             each = (load(ref.at[batch, head, rows], layout) for ref in (x.lse, x.delta))
             return *each, of_head.load_mask(batch, rows.start, t.block_q, t.owns_keys)
 
-        known = None if t.owns_keys else of_rows(own)
+        owned_rows = None if t.owns_keys else load_rows(owned_tile)
 
         def step(n, sums, masked):
             block = ring.wait(n)
-            load_passing(n + 1)
-            i, j = (own, blocks.index(n))[:: -1 if t.owns_keys else 1]
+            load_others(n + 1)
+            i, j = (owned_tile, blocks.index(n))[:: -1 if t.owns_keys else 1]
             at = of_head.tile(i * t.block_q, j * t.block_k, self.shape, t.owns_keys)
 
             def gradient():
-                lse, delta, mask = of_rows(i) if known is None else known
+                lse, delta, mask = load_rows(i) if owned_rows is None else owned_rows
                 product = lambda n: tile.dot_t(tile.load(memory.owned[n]), block[n])
                 _, weight, back = of_head.probabilities(
                     product(0), at, lambda: at.per_query(lse), mask if masked else None
@@ -188,21 +202,21 @@ class TileLoop(NamedTuple):
 
         return blocks.visit(step, sums)
 
-    def all_of(self, work: WorkTile, blocks: schedule.Blocks, sums):
-        """Plus dS of each of these tiles."""
+    def add_gradients(self, work: WorkTile, blocks: schedule.Blocks, sums):
+        """sums plus dS of each of these tiles."""
         return self.over(work, blocks, lambda sums, at, mod, gradient: sums + gradient(), sums)
 
     def blocks(self, work: WorkTile) -> schedule.Blocks:
-        """Those that a tile of queries, or of keys, meets."""
-        p, t, found, mask = self.problem, self.tiles, self.x.blocks, self.x.logits.resolved_mask
-        sizes = p.queries, t.block_q, t.block_k
+        """The blocks that a tile of queries, or of keys, meets."""
+        p, t, x = self.problem, self.tiles, self.x
+        args, sizes = (x.blocks, x.logits.resolved_mask, work), (p.queries, t.block_q, t.block_k)
         if t.owns_keys:
-            return block_info.query_blocks(found, mask, work, *sizes)(0)[0]
-        return block_info.key_blocks(found, mask, work, work.tile, *sizes)
+            return block_info.query_blocks(*args, *sizes)(0)[0]
+        return block_info.key_blocks(*args, work.tile, *sizes)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of a tile of scores."""
+        """The shape of a tile of scores."""
         t = self.tiles
         return (t.block_k, t.block_q) if t.owns_keys else (t.block_q, t.block_k)
 
@@ -216,11 +230,11 @@ def _launch(kernel, inputs: ScoreInputs, t: Tiles, blocks, programs: int, out) -
         lambda program, x, out, memory: kernel(
             program, TileLoop(p, t, inputs.read, x, memory), out
         ),
-        kernel_inputs(p, t, blocks, x, *inputs.rows),
+        Inputs.make(PaddedRows.make, p, t, blocks, x, *inputs.rows),
         programs=programs,
         out_type=[out],
         warpgroups=1,
-        scratch=Memory.allocate(t, x.query.dtype),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_dbias" if inputs.read is None else "flash_attention_dcaptured",
         semantics=LANE,
         reduction_scratch=0 if t.owns_keys else REDUCTION,
@@ -232,10 +246,10 @@ def _side_kernel(program, loop: TileLoop, out):
     p, t = loop.problem, loop.tiles
     if t.owns_keys:  # of one query head
         p = dataclasses.replace(p, kv_heads=p.heads)
-        size, work = t.block_k, scheduler.key_tile(program, p, t.block_k, t.row_bytes)
+        size, work = t.block_k, scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
     else:
-        size, work = t.block_q, scheduler.query_tile(program, p, t.block_q, t.row_bytes)
-    sums = loop.all_of(work, loop.blocks(work), loop.zeros())
+        size, work = t.block_q, scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    sums = loop.add_gradients(work, loop.blocks(work), loop.zeros())
     rows = pl.ds(work.tile * size, size)
     tile.store(out.at[work.batch, work.head, rows], jnp.sum(sums, axis=1))
 
@@ -245,27 +259,29 @@ def _pair_kernel(program, loop: TileLoop, out):
     _, _, tiles_q, tiles_k = block_types.shape
     rest, j = divmod_(program, tiles_k)
     rest, i = divmod_(rest, tiles_q)
-    own = divmod_(rest, out.shape[1])
+    owned = divmod_(rest, out.shape[1])  # batch row and head
     ((first, batches), (first_head, heads)) = (
-        (0, n) if own_all == 1 else (mine, 1)
-        for n, own_all, mine in zip((p.batch, p.heads), out.shape, own, strict=False)
+        (0, n) if owned_count == 1 else (index, 1)
+        for n, owned_count, index in zip((p.batch, p.heads), out.shape, owned, strict=False)
     )
 
     def pair(n, sums):
         b, h = divmod_(n, heads)
         work = WorkTile(first + b, first_head + h, None, i)
         kind = block_types[(*block_info.broadcast_index(block_types, *work[:2]), i, j)]
-        some, partial = (kind > 0).astype(jnp.int32), (kind == 1).astype(jnp.int32)
-        blocks = schedule.Blocks(j, j + partial, j + some, j + some)
-        return schedule.loop(0, some, lambda _, sums: loop.all_of(work, blocks, sums), sums)
+        visible, partial = (kind > 0).astype(jnp.int32), (kind == 1).astype(jnp.int32)
+        blocks = schedule.Blocks(j, j + partial, j + visible, j + visible)
+        return schedule.loop(
+            0, visible, lambda _, sums: loop.add_gradients(work, blocks, sums), sums
+        )
 
     sums = schedule.loop(0, batches * heads, pair, loop.zeros())
     rows, keys = (pl.ds(n * size, size) for n, size in ((i, t.block_q), (j, t.block_k)))
-    tile.store(out.at[(*own, rows, keys)], sums.astype(out.dtype))
+    tile.store(out.at[(*owned, rows, keys)], sums.astype(out.dtype))
 
 
 def _entry_sums(inputs: ScoreInputs, entries: int) -> jax.Array:
-    """[B, N, 1, entries], over all pairs of a head that read the same entry along the axes whose
+    """Sums [B, N, 1, entries] over all pairs of a head that read one entry along the axes whose
     index differs."""
     # registers hold sums, dS, and which entry each pair reads
     t = inputs.tiles.by_query
@@ -296,16 +312,16 @@ def _entry_kernel(program, loop: TileLoop, out):
         low = jnp.maximum(jnp.min(jnp.min(entry, axis=1), axis=0), first)
         high = jnp.minimum(jnp.max(jnp.max(entry, axis=1), axis=0) + 1, first + ENTRIES)
 
-        def some(_, sums):
+        def add_entries(_, sums):
             d = gradient()
 
-            def one(e, sums):
+            def add_entry(e, sums):
                 row = jnp.sum(jnp.where(entry == e, d, 0.0), axis=1)
                 return sums + jnp.where(number == e - first, per_row(row, shape), 0.0)
 
-            return schedule.loop(low, high, one, sums)
+            return schedule.loop(low, high, add_entry, sums)
 
-        return schedule.loop(0, (low < high).astype(jnp.int32), some, sums)
+        return schedule.loop(0, (low < high).astype(jnp.int32), add_entries, sums)
 
     def query_tile(n, sums):
         work = WorkTile(batch, head, None, split + n * splits)

@@ -5,22 +5,29 @@ they see as dQ's does, and sums
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.mma import tile
+from pallas_flash.kernels.mma.memory import Memory
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat
-from pallas_flash.kernels.mma.tuning import Tiles
+from pallas_flash.kernels.mma.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
 from pallas_flash.kernels.mosaic.tangents import TangentRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.online_softmax import RowLse
+
+# By the code compiled and the clock, as forward.TILES: rows for all tangents at a time.
+TILES = (
+    Tiles(64, 64, 64, 64),
+    Tiles(128, 128, 64, 32),
+    Tiles(256, 256, 64, 16, swizzle=64),
+)
 
 
 class Inputs(NamedTuple):
@@ -35,42 +42,28 @@ class Inputs(NamedTuple):
     logits: logits.Arrays
 
 
-class Memory(NamedTuple):
-    """The shared memory of a program, and with TMA its mbarriers."""
-
-    owned: tuple  # each [block_q, width]
-    ring: tuple  # each [stages, block_k, width]
-    owned_full: Any
-    ring_full: Any
-
-    @classmethod
-    def allocate(cls, t: Tiles, x: Inputs, has_dk: bool) -> "Memory":
-        block = functools.partial(tile.block, x.queries.dtype, swizzle=t.swizzle)
-        owned = [t.width] * len(x.queries.arrays)
-        ring = [t.width, t.value_width, *[t.width] * has_dk]
-        ring += [t.value_width] * (len(x.keys.arrays) - len(ring))
-        barrier = lambda widths, n: plgpu.Barrier(num_arrivals=len(widths), num_barriers=n)
-        return cls(
-            tuple(block(t.block_q, width) for width in owned),
-            tuple(block(t.stages, t.block_k, width) for width in ring),
-            barrier(owned, 1) if t.tma else None,
-            barrier(ring, t.stages) if t.tma else None,
-        )
+def scratch(p: Problem, t: Tiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> Memory:
+    """The shared memory of a program, beside the tangents that a call has."""
+    queries = dict(q=t.width, dq=t.width)
+    keys = dict(k=t.width, v=t.value_width, dk=t.width, dv=t.value_width)
+    of_call = lambda widths: [n for name, n in widths.items() if name in ("q", "k", "v", *has)]
+    return Memory.allocate(p, t, of_call(queries), of_call(keys))
 
 
-def tangent(problem: Problem, tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
-    """The tangents of o and lse, but for what those of the arrays of a score_mod add. `tiles`: a
-    family's, with Tiles of the tangent."""
-    p, t, has_dk = problem, tiles.tangent, dx.key is not None
+def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+    """The tangents of o and lse, without what those of a score_mod's arrays add."""
+    p, t = problem, tiles.tangent
+    tangents = dict(dq=dx.query, dk=dx.key, dv=dx.value)
+    has = tuple(name for name, array in tangents.items() if array is not None)
     inputs = _inputs(p, t, x, dx, rows, o, dlse)
     like = inputs.rows.lse
     do, dlse = launch(
-        functools.partial(_kernel, problem=p, tiles=t, has_dk=has_dk),
+        functools.partial(_kernel, problem=p, tiles=t, has=has),
         inputs,
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (inputs.o, like)],
         warpgroups=1,
-        scratch=Memory.allocate(t, inputs, has_dk),
+        scratch=scratch(p, t, has),
         name="flash_attention_tangent",
         semantics=LANE,
     )
@@ -105,16 +98,16 @@ def _kernel(
     *,
     problem: Problem,
     tiles: Tiles,
-    has_dk: bool,
+    has: tuple[str, ...],
 ):
     p, t = problem, tiles
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     rows = pl.ds(work.tile * t.block_q, t.block_q)
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
     dbias = bias.for_head(x.dbias, work.batch, work.head)
     mask = head.load_mask(work.batch, rows.start, t.block_q)
-    of_rows = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
+    row_values = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
     ring = tile.CopyRing(memory.ring, memory.ring_full)
     load_keys = x.keys.loader(ring, work.batch, work.kv_head, blocks)
 
@@ -125,13 +118,14 @@ def _kernel(
 
     def step(n, sums, masked):
         do, dlse = sums
-        k, v, *more = ring.wait(n)
-        dk, dv = (*([] if has_dk else [None]), *more, None, None)[:2]
+        k, v, *tangents = ring.wait(n)
+        tangents = dict(zip([name for name in has if name != "dq"], tangents, strict=True))
+        dk, dv = tangents.get("dk"), tangents.get("dv")
         load_keys(n + 1)
         s = tile.dot_t(tile.load(q), k)  # [bq, bk]
         at = head.tile(rows.start, blocks.index(n) * t.block_k, s.shape)
         prob, weight, back = head.probabilities(
-            s, at, lambda: per_row(of_rows.lse, s.shape), mask if masked else None
+            s, at, lambda: per_row(row_values.lse, s.shape), mask if masked else None
         )
         if dq is not None or dk is not None or dbias is not None:
             ds = None if dq is None else tile.dot_t(tile.load(dq), k)
@@ -148,6 +142,6 @@ def _kernel(
 
     columns = pl.ds(work.head * t.value_width, t.value_width)
     o = load(x.o.at[work.batch, rows, columns], tile.LAYOUTS.tile).astype(jnp.float32)
-    do, dlse = of_rows.finish(p, do, dlse, o)
+    do, dlse = row_values.finish(p, do, dlse, o)
     tile.store(do_gmem.at[work.batch, rows, columns], do.astype(x.queries.dtype))
     tile.store(dlse_gmem.at[work.batch, work.head, rows], dlse)

@@ -16,16 +16,16 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import registers
+from pallas_flash.kernels.mosaic import registers, shared_memory
+from pallas_flash.kernels.mosaic.launch import WARPGROUP, named_barrier
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
-from pallas_flash.kernels.mosaic.roles import WARPGROUP, named_barrier
 
-# of operands of 16 bits
+# of operands of 16 bits; a jax before 0.11.2 lacks them, and tiles alone are chosen there
 LHS, RHS, ACC = (
-    layout(jnp.bfloat16)
-    for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
+    getattr(plgpu.Layout, name, lambda dtype: None)(jnp.bfloat16)
+    for name in ("MMA_LHS", "MMA_RHS", "MMA_ACC")
 )
-LAYOUTS = Layouts(tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0))
+LAYOUTS = ACC and Layouts(tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0))
 
 
 # Values in registers
@@ -36,12 +36,12 @@ def zeros(*shape: int):
 
 
 def rows(size: int, value: float):
-    """The same float32 for each row of a tile."""
+    """A float32 for each row of a tile, all of this value."""
     return plgpu.layout_cast(jnp.full((size,), value, jnp.float32), LAYOUTS.row)
 
 
 def store(ref, x):
-    """To global memory; stmatrix is not there before Hopper."""
+    """Writes to global memory, without stmatrix, which GPUs before Hopper lack."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:  # jax 0.11
@@ -49,7 +49,8 @@ def store(ref, x):
 
 
 def store_rows(ref, x, count: int):
-    """To global memory, the first rows; not by warps that have none of them."""
+    """Writes the first `count` rows to global memory; warps that have none of them write
+    nothing."""
 
     @plgpu.inline_mgpu(
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
@@ -63,17 +64,9 @@ def store_rows(ref, x, count: int):
 # Copies
 
 
-def block(dtype, *shape: int, swizzle: int):
-    """Shared memory for matrices in the order in which copies and ldmatrix meet without bank
-    conflicts."""
-    row = swizzle // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, row)), plgpu.SwizzleTransform(swizzle))
-    )
-
-
 def copy(source, smem, full=None):
-    """Begins to copy; `full`: the mbarrier of a copy by TMA, None with cp.async."""
+    """Begins to copy to shared memory; `full`: the mbarrier of a copy by TMA, None with
+    cp.async."""
     if full is None:
         plgpu.copy_gmem_to_smem(source, smem, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
     else:
@@ -81,9 +74,9 @@ def copy(source, smem, full=None):
 
 
 def wait(full=None, running: int = 0):
-    """Until all copies but the last, of which so many may be running, have landed, or those by TMA
-    that arrive at `full`, for all threads. All have read then what they read before, and copies may
-    be written there."""
+    """Waits until the copies by TMA that arrive at `full` have landed, or those by cp.async except
+    the last `running`, for all threads. All have then read what they read before, and copies may
+    overwrite it."""
     if full is None:
         plgpu.wait_gmem_to_smem(running)  # a barrier too
     else:
@@ -92,7 +85,7 @@ def wait(full=None, running: int = 0):
 
 
 def release(tma: bool):
-    """Until all threads have read what they read before, and copies may be written there."""
+    """Waits until all threads have read what they read before, which copies may then overwrite."""
     if tma:
         plgpu.commit_smem()  # a barrier too
     else:
@@ -100,27 +93,27 @@ def release(tma: bool):
 
 
 def widen(x, stored: str, to, swizzle: int):
-    """Writes a block of numbers of 8 bits in 16, by `from_8_bits`, to other shared memory of this
-    swizzle."""
+    """Converts a block from 8 bits to 16, by `from_8_bits`, and writes it to other shared memory of
+    this swizzle."""
     # of vectors of 16 bytes in 16 bits; an assignment also loads what was there, which the compiler
     # leaves out in this layout
     layout = plgpu.Layout.SMEM_GMEM_COPY(to.shape, to.dtype, swizzle)
     to[...] = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
 
 
-def meet(warpgroups: int):
-    """All warpgroups of the program wait for each other, if there are several."""
+def sync(warpgroups: int):
+    """The warpgroups of a program wait for each other, if there are several."""
     if warpgroups > 1:  # Mosaic has barrier 0, and one for each warpgroup
         named_barrier("sync", warpgroups + 1, warpgroups * WARPGROUP)
 
 
 class CopyRing(NamedTuple):
-    """Slots of shared memory for blocks that come one after another."""
+    """Slots of shared memory that blocks fill in turn."""
 
-    slots: tuple  # of each array [stages, rows, width]
-    full: Any  # an mbarrier a slot; None with cp.async
-    copies: int = 1  # that a block of an array takes
-    # of a program's warpgroups, each of which has its own slots among these
+    slots: tuple  # an array [stages, rows, width] for each matrix of a block
+    full: Any  # an mbarrier for each slot; None with cp.async
+    copies: int = 1  # that a matrix takes
+    # warpgroups that have slots of their own among these, and which of them this one is
     parts: int = 1
     part: IntLike = 0
     warpgroups: int = 1  # that read each slot, which the first of them fills
@@ -141,16 +134,16 @@ class CopyRing(NamedTuple):
         return None if self.full is None else self.full.at[self._slot(t)]
 
     def wait(self, t: IntLike, behind: IntLike = 0) -> list:
-        """The t-th block, once it is there, with so many on their way behind it; then nobody reads
-        the blocks before it."""
+        """Waits for the t-th block, behind which so many are on their way; then nobody reads the
+        blocks before it."""
         self._wait(self.full_at(t), behind, max(self.stages - 2, 0))
-        meet(self.warpgroups)
+        sync(self.warpgroups)
         return self.at(t)
 
     def next(self, t: IntLike, load: Callable) -> list:
-        """The t-th block, once it is there. `load(ahead)` begins to copy the block so far behind
-        it, which is on its way under the products with this one: with one slot the t-th itself,
-        when nobody reads the one before it."""
+        """Waits for the t-th block. load(ahead) begins to copy the block so far behind it, which is
+        on its way under the products with this one; with one slot it is the t-th itself, once
+        nobody reads the one before it."""
         ahead = self.stages - 1
         if not ahead:
             release(tma=self.full is not None)
@@ -161,12 +154,12 @@ class CopyRing(NamedTuple):
         return slots
 
     def wait_before(self, full, behind: IntLike):
-        """Until a copy to elsewhere has landed, with so many blocks on their way behind it."""
+        """Waits for a copy to other memory, behind which so many blocks are on their way."""
         self._wait(full, behind, self.stages - 1)
-        meet(self.warpgroups)
+        sync(self.warpgroups)
 
     def _wait(self, full, behind: IntLike, most: int):
-        """`most` as `behind` is while no block is the last."""
+        """Waits with `behind` blocks on their way: `most`, except at the last blocks."""
         wait(full, most * len(self.slots) * self.copies)
         if full is None and most:  # cp.async waits for a number that is known
             pl.when(behind < most)(lambda: self._wait(full, behind, most - 1))
@@ -176,23 +169,24 @@ class CopyRing(NamedTuple):
 
 
 def load(smem):
-    """A left operand."""
+    """A left operand, from shared memory."""
     return plgpu.load(smem, layout=LHS)
 
 
 def left_operand(smem, keep: bool) -> Callable:
-    """Returns it: from registers that hold it all along, or read again for each product."""
-    kept = load(smem) if keep else None
-    return lambda: load(smem) if kept is None else kept
+    """A function that returns a left operand: from registers that hold it if `keep`, or else read
+    again for each product."""
+    operand = load(smem) if keep else None
+    return lambda: load(smem) if operand is None else operand
 
 
 def dot(acc, a, b):
-    """acc + a b, of a left operand and shared memory."""
+    """acc + a b, of a left operand a and shared memory b."""
     return plgpu.mma(acc, a, plgpu.load(b, layout=RHS))
 
 
 def dot_of_rows(acc, a, b, first, last):
-    """acc + a b of those rows of b in [first, last); in the others there may be NaN."""
+    """acc + a b by the rows [first, last) of b; the others may hold NaN."""
     # an iota of two axes would be wrong: a register has two rows, and Mosaic counts two columns
     row = iota(b.shape[0], RHS.reduce(1))
     inside = plgpu.layout_cast(per_row((row >= first) & (row < last), b.shape), RHS)
@@ -201,35 +195,35 @@ def dot_of_rows(acc, a, b, first, last):
 
 
 def dot_t(a, b, acc=None):
-    """a b^T, of the same, added to acc."""
+    """acc + a b^T, by default without an acc."""
     acc = zeros(a.shape[0], b.shape[0]) if acc is None else acc
     return dot(acc, a, b.transpose((1, 0)))
 
 
 def parts_of_sum(*shape: int):
     """Shared memory for a `SumOfParts`."""
-    return block(jnp.float32, 2, 2, *shape, swizzle=32)
+    return shared_memory.matrix(jnp.float32, 2, 2, *shape, swizzle=32)
 
 
 class SumOfParts(NamedTuple):
-    """Of a tile what each of two warpgroups has, added up for both; of one warpgroup what it
-    has."""
+    """Adds up the parts of a tile that two warpgroups have, for both; the part of one is the
+    sum."""
 
     slots: Any  # float32 [2, 2, rows, columns]: for sums in turn, of each warpgroup; or None
     part: IntLike  # the warpgroup's number
 
     def __call__(self, n: IntLike, x):
-        """The n-th sum; then nobody reads the one before the last."""
+        """The n-th sum, after which nobody reads the (n - 2)th."""
         if self.slots is None:
             return x
         turn = lax.rem(jnp.asarray(n, jnp.int32), jnp.int32(2))
         store(self.slots.at[turn, self.part], x)
-        meet(2)
+        sync(2)
         return x + registers.load(self.slots.at[turn, 1 - self.part], LAYOUTS.tile)
 
 
 def as_left(x):
-    """A sum, rounded to 16 bits, as a left operand: the same registers by another name."""
+    """Reinterprets an accumulator, rounded to 16 bits, as mma's left operand."""
 
     @plgpu.inline_mgpu(
         arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=LHS)

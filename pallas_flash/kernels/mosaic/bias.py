@@ -17,23 +17,23 @@ def pad(bias: jax.Array | None, t: Tiling) -> jax.Array | None:
     of them. None without one."""
     if bias is None:
         return None
-    more = (
+    pads = (
         (0, 0 if n == 1 else -n % size)
         for n, size in zip(bias.shape[2:], (t.block_q, t.block_k), strict=True)
     )
-    x = jnp.pad(bias, ((0, 0), (0, 0), *more))
+    x = jnp.pad(bias, ((0, 0), (0, 0), *pads))
     return x.swapaxes(2, 3) if t.transposed else x
 
 
 class HeadBias(NamedTuple):
-    """That of one batch row and head, a ref."""
+    """The bias of one batch row and head, a ref."""
 
     array: jax.Array
     batch: IntLike
     head: IntLike
 
     def load(self, tile: ScoreTile):
-        """Of a tile of scores, float32."""
+        """The bias of a tile of scores, float32."""
         _, _, rows, columns = self.array.shape
         part = [
             0 if size == 1 else pl.ds(start, n)
@@ -51,5 +51,5 @@ class HeadBias(NamedTuple):
 
 
 def for_head(x, batch: IntLike, head: IntLike) -> HeadBias | None:
-    """From a ref of what `pad` made; None without one."""
+    """The bias of a head, from a ref of what `pad` made; None without one."""
     return None if x is None else HeadBias(x, *broadcast_index(x, batch, head))

@@ -18,12 +18,12 @@ class BlockLists(NamedTuple):
     """The blocks that each tile visits, of a mask with an array or a mask_mod."""
 
     lists: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.block_lists
-    # int32 [B or 1, N, tiles], of tiles of keys: how many there are of the heads before that share
-    # the keys
+    # int32 [B or 1, N, tiles], of tiles of keys: how many blocks the heads before, which share the
+    # keys, visit
     before: Any = None
 
     def blocks(self, batch: IntLike, head: IntLike, tile: IntLike) -> schedule.Blocks:
-        """Those of a tile of a head, from refs."""
+        """The blocks of a tile of a head, from refs."""
         return schedule.Blocks.from_list(
             self.lists, *broadcast_index(self.lists, batch, head), tile
         )
@@ -54,8 +54,8 @@ def by_query_tile(
 def by_key_tile(
     p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
 ) -> jax.Array | BlockLists | None:
-    """The same from the keys' side: the blocks of queries that see each tile of keys, perhaps
-    none."""
+    """The blocks of queries that see each tile of keys, perhaps none, as `by_query_tile` has those
+    of keys."""
     if mask is None and resolved_mask.mask_mod is None:
         has_data = resolved_mask.has_data
         return (
@@ -75,8 +75,8 @@ def by_key_tile(
 def block_types(
     p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
 ) -> jax.Array:
-    """Of each tile of queries and block of keys whether it is empty, partial or full, int32 [B or
-    1, N or 1, tiles, blocks]."""
+    """Whether each tile of queries sees each block of keys in part or in full, or it is empty:
+    int32 [B or 1, N or 1, tiles, blocks]."""
     return jnp.asarray(_block_types(p, resolved_mask, mask, block_q, block_k), jnp.int32)
 
 
@@ -85,12 +85,13 @@ def _block_types(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, bl
 
 
 def broadcast_index(ref, *indices: IntLike) -> tuple[IntLike, ...]:
-    """That of a batch row, or of a batch row and a head, in data for each of them, or for all."""
+    """The index of a batch row, or of a batch row and a head, in data for each of them, or for
+    all."""
     return tuple(n if size > 1 else 0 for n, size in zip(indices, ref.shape, strict=False))
 
 
 def key_blocks(
-    found,
+    by_tile,
     resolved_mask: ResolvedMask,
     work: WorkTile,
     tile: IntLike,
@@ -98,52 +99,55 @@ def key_blocks(
     size: int,
     block_k: int,
 ) -> schedule.Blocks:
-    """The blocks of keys that a tile of `size` queries visits, from what by_query_tile found; at
+    """The blocks of keys that a tile of `size` queries visits, by what `by_query_tile` returned; at
     least one: where no row sees a key it is masked."""
-    if isinstance(found, BlockLists):
-        return found.blocks(work.batch, work.head, tile)
-    if found is None:
+    if isinstance(by_tile, BlockLists):
+        return by_tile.blocks(work.batch, work.head, tile)
+    if by_tile is None:
         rows = tile * size, jnp.minimum((tile + 1) * size, queries) - 1
         blocks = schedule.known_blocks(resolved_mask, *rows, block_k)
     else:
-        blocks = schedule.Blocks.from_table(found, *broadcast_index(found, work.batch), tile)
+        blocks = schedule.Blocks.from_table(by_tile, *broadcast_index(by_tile, work.batch), tile)
     if isinstance(blocks.last, int):
         return blocks
     return blocks._replace(last=jnp.maximum(blocks.last, blocks.first + 1))
 
 
 def visited(x, work: WorkTile, p: Problem, t) -> schedule.Blocks:
-    """Those of a program's tile of queries; x: a kernel's Inputs, t: its Tiles."""
+    """The blocks of keys that a program's tile of queries visits; x: a kernel's Inputs, t: its
+    Tiles."""
     mask = x.logits.resolved_mask
     return key_blocks(x.blocks, mask, work, work.tile, p.queries, t.block_q, t.block_k)
 
 
-def descend(found, blocks: schedule.Blocks) -> schedule.Blocks:
-    """From the last block to the first; a list stays as it is."""
-    return blocks if isinstance(found, BlockLists) else blocks.reverse()
+def descend(by_tile, blocks: schedule.Blocks) -> schedule.Blocks:
+    """The blocks from the last to the first; a list stays as it is."""
+    return blocks if isinstance(by_tile, BlockLists) else blocks.reverse()
 
 
 def query_blocks(
-    found, resolved_mask: ResolvedMask, work: WorkTile, queries: int, block_q: int, size: int
+    by_tile, resolved_mask: ResolvedMask, work: WorkTile, queries: int, block_q: int, size: int
 ) -> Callable:
-    """Of the g-th head that shares the tile's `size` keys the blocks of queries that see them, from
-    what by_key_tile found, and how many come before position t, those of the tile's heads before
-    too; no block is full where the tile hangs over the last key."""
-    if isinstance(found, BlockLists):
+    """A function of g: the blocks of queries of the g-th head that see the tile's `size` keys, by
+    what `by_key_tile` returned, and a function of t: how many blocks come before position t, those
+    of the heads before too. No block is full where the tile hangs over the last key."""
+    if isinstance(by_tile, BlockLists):
 
         def listed(g):
             head = work.head + g
-            before = lambda head: found.before[
-                (*broadcast_index(found.before, work.batch), head, work.tile)
+            before = lambda head: by_tile.before[
+                (*broadcast_index(by_tile.before, work.batch), head, work.tile)
             ]
             start = before(head) - before(work.head)
-            return found.blocks(work.batch, head, work.tile), lambda t: start + t
+            return by_tile.blocks(work.batch, head, work.tile), lambda t: start + t
 
         return listed
-    if found is None:
+    if by_tile is None:
         blocks = _known_query_blocks(resolved_mask, work.tile, queries, block_q, size)
     else:
-        blocks = schedule.Blocks.from_table(found, *broadcast_index(found, work.batch), work.tile)
+        blocks = schedule.Blocks.from_table(
+            by_tile, *broadcast_index(by_tile, work.batch), work.tile
+        )
     return lambda g: (blocks, lambda t: g * blocks.count + t - blocks.first)
 
 

@@ -13,8 +13,8 @@ from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, per_column, p
 
 
 class Dropout(NamedTuple):
-    """Of a batch row and head. The first key of a tile is a multiple of 32, or of 16 in a tile of
-    16 keys."""
+    """The dropout of a batch row and head. The first key of a tile is a multiple of 32, or of 16 in
+    a tile of 16 keys."""
 
     dropped: int
     first: jax.Array
@@ -49,5 +49,5 @@ class Dropout(NamedTuple):
 
 
 def for_head(dropped: int, seeds, batch: IntLike, head: IntLike) -> Dropout | None:
-    """From seeds [B, N, 2]; None without dropout."""
+    """The dropout of a head, from seeds [B, N, 2]; None without it."""
     return Dropout(dropped, seeds[batch, head, 0], seeds[batch, head, 1]) if dropped else None

@@ -1,4 +1,4 @@
-"""What the kernels of gradients read, in all families."""
+"""The arrays that the kernels of gradients read, in all families."""
 
 from collections.abc import Callable
 from typing import NamedTuple

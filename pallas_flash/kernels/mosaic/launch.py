@@ -1,19 +1,27 @@
-"""A kernel over a one-dimensional grid of programs."""
+"""A kernel over a one-dimensional grid of programs, and the roles of a program's warpgroups (warp
+specialization)."""
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support.jax_internals import traced_lines
+from pallas_flash.jax_support.pytrees import IntLike
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
 # the layouts that the kernel names
 WARPGROUP, LANE = plgpu.LoweringSemantics.Warpgroup, plgpu.LoweringSemantics.Lane
 
 
+@traced_lines()
 def launch(
     kernel,
     args,
@@ -27,8 +35,8 @@ def launch(
     reduction_scratch: int = 0,
 ):
     """kernel(program, args, *outputs, scratch) for each program, where `args` is a pytree and its
-    leaves come as refs. `reduction_scratch`: of shared memory the bytes in which warps reduce what
-    lies in the registers of several of them.
+    leaves come as refs. `reduction_scratch`: bytes of shared memory in which warps reduce what lies
+    in the registers of several of them.
 
     An array in `out_type` is what the output holds before the programs add to it.
     """
@@ -76,3 +84,47 @@ def launch(
     # which the call does not see.
     axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
     return [lax.pcast(x, axes, to="varying") for x in results] if axes else results
+
+
+# Warpgroups
+
+REGISTERS = 512  # of a processor, for one thread of each warpgroup
+WARPGROUP = 128  # threads
+
+
+def named_barrier(operation: str, barrier: IntLike, num_threads: int):
+    """Waits ("sync") or only arrives ("arrive") at a named barrier of so many threads."""
+
+    # jax's GPU interpreter knows an inline function by this name and by the names that it closes
+    # over.
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def bar_op(_, barrier_id):
+        mgpu.utils.inline_ptx(f"bar.{operation} $0, {num_threads};", barrier_id.registers[()])
+
+    bar_op(jnp.asarray(barrier, jnp.int32))
+
+
+class Role(NamedTuple):
+    """A task of neighbouring warpgroups."""
+
+    run: Callable[[IntLike], None]  # in each, by its number in the program
+    warpgroups: int = 1
+    registers: int | None = None  # of each thread; None: as many as it starts with
+
+
+def specialize(*roles: Role):
+    """Runs all roles of a program, each in warpgroups of its own, in this order."""
+    number, first = lax.axis_index("warpgroup"), 0
+    at_start = REGISTERS // sum(role.warpgroups for role in roles)
+    for role in roles:
+        end = first + role.warpgroups
+        inside = (number >= first) & (number < end) if first else number < end
+        pl.when(inside)(functools.partial(_run, role, number, at_start))
+        first = end
+
+
+def _run(role: Role, number: IntLike, at_start: int):
+    if role.registers is not None:
+        action = "increase" if role.registers > at_start else "decrease"
+        plgpu.set_max_registers(role.registers, action=action)
+    role.run(number)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods, packed_mask
-from pallas_flash.kernels.mosaic.mask import TileMask, load_mask
+from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods
+from pallas_flash.kernels.mosaic.mask import HeadBits, PackedMask, TileMask, load_mask, pack
 from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -22,17 +22,17 @@ from pallas_flash.tiled import online_softmax
 
 
 def soft_cap_constant(p: Problem) -> float:
-    """The constant that factored logits lack of a soft cap's."""
+    """The constant of a soft cap that factored logits omit."""
     return 0.0 if p.log_base is LogBase.E or p.soft_cap is None else p.soft_cap * LOG2E
 
 
 class Arrays(NamedTuple):
-    """What kernels read for it in global memory."""
+    """The arrays that kernels read for logits in global memory."""
 
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
     bias: jax.Array | None  # of bias.pad
     score_mod: mods.Arrays | None
-    mask: packed_mask.Words | mods.Arrays | None  # a dense mask, or a mask_mod
+    mask: PackedMask | mods.Arrays | None  # a dense mask, or a mask_mod
     resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
 
 
@@ -40,26 +40,26 @@ def arrays(p: Problem, x: Operands, t: Tiling) -> Arrays:
     if x.mask is None:
         mask = mods.arrays(p, x.resolved_mask.mask_mod, t)
     else:
-        mask = packed_mask.pack(x.mask, t)
+        mask = pack(x.mask, t)
     resolved_mask, _ = block_info.intervals(p, x.resolved_mask, t.block_q, t.block_k)
     score_mod = mods.arrays(p, x.score, t)
     return Arrays(x.seeds, bias.pad(x.bias, t), score_mod, mask, resolved_mask)
 
 
 class WeightedTangent(NamedTuple):
-    """What `Logits.tangent` gives for a tile."""
+    """P times the tangent of the logits of a tile."""
 
     before_dropout: Any
     after_dropout: Any
 
 
 class Logits(NamedTuple):
-    """Those of a batch row and head."""
+    """The logits of a batch row and head."""
 
     problem: Problem
     layouts: Layouts
     resolved_mask: ResolvedMask
-    mask: packed_mask.HeadMask | mods.HeadMod | None
+    mask: HeadBits | mods.HeadMod | None
     bias: bias.HeadBias | None
     score_mod: mods.HeadMod | None
     dropout: dropout.Dropout | None
@@ -72,7 +72,7 @@ class Logits(NamedTuple):
     def load_mask(
         self, batch: IntLike, first_query: IntLike, size: int, transposed=False
     ) -> TileMask:
-        """Of `size` queries; transposed: they are the columns."""
+        """The mask of `size` queries; transposed: they are the columns."""
         return load_mask(
             self.layouts, self.resolved_mask, batch, first_query, size, self.mask, transposed
         )
@@ -82,7 +82,7 @@ class Logits(NamedTuple):
         return self.resolved_mask.has_data or isinstance(self.mask, mods.HeadMod)
 
     def modify(self, s, tile: ScoreTile):
-        """The logits, and a factor that they lack (None: 1)."""
+        """The logits, and a factor that they omit (None: 1)."""
         if self.problem.log_base is LogBase.E:
             return self._vjp(s, tile)[0], None
         return online_softmax.factored_scores(s, self.problem.scale, self.problem.soft_cap)
@@ -92,7 +92,7 @@ class Logits(NamedTuple):
         return p if self.dropout is None else jnp.where(self.dropout.keeps(tile), p, 0.0)
 
     def probabilities(self, s, tile: ScoreTile, lse: Callable, mask: TileMask | None):
-        """P as dropout leaves it, and the weight and the function that `gradient` takes.
+        """P as dropout leaves it, and what `gradient` takes: the weight, and the function `back`.
 
         lse() has the shape of S: in the problem's log base, less the `soft_cap_constant`; +inf: P
         = 0.
@@ -116,9 +116,8 @@ class Logits(NamedTuple):
         return prob, weight, back
 
     def gradient(self, weight, back: Callable | None, dp, delta):
-        """dS: |weight| (dP - delta), where dropout leaves dP if the weight, which is never below 0
-        without it, is above 0; and what `back` makes of it. Without delta (None) dp is dP -
-        delta."""
+        """dS: `back` of |weight| (dP - delta), where dropout leaves dP if the weight, which is
+        never below 0 without it, is above 0. Without delta (None) dp is dP - delta."""
         if self.problem.dropped:
             ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
         else:
@@ -136,7 +135,7 @@ class Logits(NamedTuple):
 
     def _vjp(self, s, tile: ScoreTile):
         """The logits in base e, and the function from their cotangent to that of scale * S + bias;
-        None: it is the same."""
+        None: both cotangents are equal."""
         x, cap = s * self.problem.scale, self.problem.soft_cap
         if self.bias is not None:
             x = x + self.bias.load(tile)
@@ -153,37 +152,37 @@ class Logits(NamedTuple):
         return x, lambda ds: through_cap(back(ds))
 
     def _modified(self, logits, tile: ScoreTile):
-        """What the score_mod makes of logits, and the function from its cotangent to theirs, or to
-        that of what read number `read` finds for each pair.
+        """The logits that the score_mod returns, and the function from their cotangent to that of
+        the logits it takes, or of the value that read number `read` has for each pair.
 
-        Where the cotangent is 0, as of a pair that a mask hides, so is the other: there the
-        score_mod may have no derivative.
+        Where the cotangent is 0, as of a pair that a mask hides, the result is 0: the score_mod may
+        have no derivative there.
         """
-        made, given, n = self.score_mod.bound.evaluate, [], self.read
+        evaluate, given, n = self.score_mod.bound.evaluate, [], self.read
 
         def both(values, b, h, query, key, s, ds):
             if n is None:
-                of, x = lambda s: made(values, b, h, query, key, s), s
+                f, x = lambda s: evaluate(values, b, h, query, key, s), s
             else:
-                of = lambda x: made([*values[:n], x, *values[n + 1 :]], b, h, query, key, s)
+                f = lambda x: evaluate([*values[:n], x, *values[n + 1 :]], b, h, query, key, s)
                 x = jnp.broadcast_to(values[n], s.shape)
-            new, pull = jax.vjp(of, x)
+            new, pull = jax.vjp(f, x)
             return new, *pull(ds)
 
         steps = self.score_mod.steps(both, tile, lambda: logits, lambda: given[0])
 
         def back(ds):
             given.append(ds)
-            found = steps.output(1)
-            return found if found is ds else jnp.where(ds == 0, 0.0, found)
+            cotangent = steps.output(1)
+            return cotangent if cotangent is ds else jnp.where(ds == 0, 0.0, cotangent)
 
         return steps.output(0), back
 
 
 def for_head(p: Problem, layouts: Layouts, x: Arrays, batch: IntLike, head: IntLike) -> Logits:
-    """From refs."""
-    if isinstance(x.mask, packed_mask.Words):
-        mask: Any = packed_mask.for_head(x.mask, batch, head)
+    """Loads one head's part of the arrays, which are refs."""
+    if isinstance(x.mask, PackedMask):
+        mask: Any = HeadBits.load(x.mask, batch, head)
     else:
         mask = mods.for_head(p.resolved_mask.mask_mod, x.mask, batch, head)
     return Logits(

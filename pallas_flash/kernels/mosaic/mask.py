@@ -1,35 +1,41 @@
-"""What the queries of a tile see of a block of keys, as far as their interval and their document
-say; a packed mask or a mask_mod comes on top."""
+"""What the queries of a tile see of a block of keys: their interval, their document, and a dense
+mask, as bits, or a mask_mod."""
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.registers import (
     Layouts,
     ScoreTile,
     iota,
     load,
+    opaque,
     per_column,
     per_row,
 )
+from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
 
 
 class TileMask(NamedTuple):
-    """Of some queries. Their intervals are in registers, which a loop over blocks keeps."""
+    """The mask of some queries, whose intervals are in registers, which a loop over blocks
+    keeps."""
 
     resolved_mask: ResolvedMask  # its data by row are in registers, those by key are refs
     batch: IntLike
     start: IntLike  # [queries]
     stop: IntLike
-    more: Any  # packed_mask.HeadMask, mods.HeadMod or None
+    by_pair: Any  # HeadBits, mods.HeadMod or None
 
     def visible(self, tile: ScoreTile):
         """Whether each query sees each key."""
-        allowed = None if self.more is None else self.more.visible(tile)
+        allowed = None if self.by_pair is None else self.by_pair.visible(tile)
         seen, ids = self._in_interval(tile), self.resolved_mask.query_ids
         if ids is not None:
             key_ids = tile.load_per_key(
@@ -61,7 +67,7 @@ def load_mask(
     batch: IntLike,
     first_query: IntLike,
     size: int,
-    more,
+    by_pair,
     transposed: bool = False,
 ) -> TileMask:
     """The TileMask of `size` queries from `first_query` on; transposed: they are the columns."""
@@ -70,4 +76,72 @@ def load_mask(
     at = resolved_mask.narrow(
         ("start", "stop", "query_ids"), lambda ref: load(ref.at[batch, queries], layout)
     )
-    return TileMask(at, batch, *at.interval(first_query + iota(size, layout)), more)
+    return TileMask(at, batch, *at.interval(first_query + iota(size, layout)), by_pair)
+
+
+# A dense mask, a bit for each pair of a query and a key, 32 of a row to a word
+
+WORD = 32  # bits
+
+
+class PackedMask(NamedTuple):
+    """The bits of a mask, as the rows and columns of the scores have it: bit n % 32 of word n // 32
+    is that of the n-th column of a block. Where all rows or all blocks have the same bits there is
+    one."""
+
+    words: jax.Array  # int32 [B or 1, N or 1, blocks or 1, words, whole tiles of rows or 1]
+
+
+def pack(mask, t: Tiling) -> PackedMask:
+    """A mask bool [B or 1, N or 1, T or 1, S or 1], packed in blocks of the columns of scores that
+    are computed at once."""
+    if t.transposed:
+        x, rows, whole = mask.swapaxes(2, 3), t.block_k, t.block_q
+    else:
+        x, rows, whole = mask, t.block_q, t.block_k
+    missing = lambda n, size: 0 if n == 1 else -n % size
+    x = jnp.pad(
+        x, ((0, 0), (0, 0), (0, missing(x.shape[2], rows)), (0, missing(x.shape[3], whole)))
+    )
+    x = jnp.broadcast_to(x, (*x.shape[:3], max(x.shape[3], t.columns))).reshape(
+        *x.shape[:3], -1, t.columns
+    )
+    x = jnp.pad(x, ((0, 0),) * 4 + ((0, -t.columns % WORD),))
+    bytes_ = jnp.packbits(x, axis=-1, bitorder="little").reshape(*x.shape[:4], -1, WORD // 8)
+    return PackedMask(jnp.moveaxis(lax.bitcast_convert_type(bytes_, jnp.int32), 2, 4))
+
+
+class HeadBits(NamedTuple):
+    """The words of one batch row and head, a ref."""
+
+    words: jax.Array
+    batch: IntLike
+    head: IntLike
+
+    @classmethod
+    def load(cls, x: PackedMask, batch: IntLike, head: IntLike) -> "HeadBits":
+        return cls(x.words, *broadcast_index(x.words, batch, head))
+
+    def visible(self, tile: ScoreTile):
+        """Whether the mask lets each query see each key."""
+        (first_row, first_column), shape = tile.first, tile.shape
+        _, _, blocks, count, rows = self.words.shape
+        block = lax.div(first_column, jnp.int32(shape[1])) if blocks > 1 else 0
+        columns = tile.layouts.columns
+        part = shape[0], columns
+        column = per_column(iota(columns, tile.layouts.column), part)
+
+        def bits(n):
+            at = self.batch, self.head, block, n
+            if rows == 1:
+                word = jnp.broadcast_to(self.words[(*at, 0)], part)
+            else:
+                at = (i if isinstance(i, int) else opaque(i) for i in at)
+                ref = self.words.at[(*at, pl.ds(first_row, shape[0]))]
+                word = per_row(load(ref, tile.layouts.row), part)
+            word = lax.shift_right_logical(word, column)
+            return [
+                word & (1 << bit) != 0 for bit in range(0, min(WORD, shape[1] - n * WORD), columns)
+            ]
+
+        return jnp.concatenate([x for n in range(count) for x in bits(n)], axis=1)

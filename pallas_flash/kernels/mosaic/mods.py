@@ -1,4 +1,4 @@
-"""A mask_mod or a score_mod in registers: what it reads of its arrays, and its steps on tiles."""
+"""A mask_mod or a score_mod in registers: the values that it reads, and its steps on tiles."""
 
 import functools
 from collections.abc import Callable
@@ -22,13 +22,13 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
 QUERY, KEY = 2, 3  # among the indices (b, h, q_idx, kv_idx)
-# columns of a tile whose elements are read one by one: registers do not hold the indices of many
-# more
+# columns of a tile whose elements are read one by one: registers hold the indices of few
 AT_ONCE = 32
 
 
 class Arrays(NamedTuple):
-    """What a mod is given of batch rows and heads, and what it reads of captured arrays."""
+    """The indices of batch rows and heads that a mod takes, and the values of captured arrays that
+    it reads."""
 
     batch: Any  # int32 [B], their indices; None where it does not ask for them
     head: Any  # int32 [N]
@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
 
 
 def arrays(p: Problem, bound: BoundMod | None, t: Tiling) -> Arrays | None:
-    """Those of a mod, None without one."""
+    """The arrays of a mod, None without one."""
     if bound is None:
         return None
     b, h = bound.indices(p.batch, p.heads)
@@ -52,10 +52,10 @@ def arrays(p: Problem, bound: BoundMod | None, t: Tiling) -> Arrays | None:
         bound.offset if offset is None else offset[:, None, None]
     )
     read = lambda array, index: bound.arrays[array][index]
-    found = lambda *at: [
+    values_at = lambda *at: [
         _widen(value) for _, value in bound.read_captured(read, b[:, None, None], h[:, None], *at)
     ]
-    by_query, by_key = found(position, 0), found(0, index(p.keys, t.block_k))
+    by_query, by_key = values_at(position, 0), values_at(0, index(p.keys, t.block_k))
     flat = lambda at: _widen(bound.arrays[at.array].reshape(-1)).reshape(-1)
     values = tuple(
         flat(at) if at.depends_on >= PAIR else for_key if KEY in at.depends_on else for_query
@@ -67,7 +67,7 @@ def arrays(p: Problem, bound: BoundMod | None, t: Tiling) -> Arrays | None:
 
 
 def _widen(value) -> jax.Array:
-    """[B or 1, N or 1, n], bools and integers of 16 bits as int32."""
+    """The value [B or 1, N or 1, n], bools and integers of 16 bits as int32."""
     is_small = value.dtype.kind in "biu" and value.dtype.itemsize < 4
     value = value.astype(jnp.int32) if is_small else value
     return value.reshape((1,) * (3 - value.ndim) + value.shape)
@@ -88,21 +88,23 @@ class HeadMod(NamedTuple):
         return self.steps(self.bound.evaluate, tile).output(0)
 
     def steps(
-        self, f: Callable, tile: ScoreTile, *more: Callable, first: int | None = None
+        self, f: Callable, tile: ScoreTile, *tiles: Callable, first: int | None = None
     ) -> "Steps":
-        """Those of f(values, b, h, query, key, *more), where more() are float32 tiles, and values
-        what the mod reads, or the first of that alone."""
+        """The Steps of f(values, b, h, query, key, *tiles), where each of the tiles is called for a
+        float32 tile, and values are those of the mod's reads, or of the first reads alone."""
         shape, values = tile.shape, self._reads()[:first]
         logit, index, scalar = (
             jax.ShapeDtypeStruct(*x)
             for x in ((shape, jnp.float32), (shape, jnp.int32), ((), jnp.int32))
         )
-        found = [
+        types = [
             jax.ShapeDtypeStruct(shape if at.depends_on & PAIR else (), dtype)
             for at, dtype in values
         ]
         with traced.any_mesh():
-            program = jax.make_jaxpr(f)(found, scalar, scalar, index, index, *[logit for _ in more])
+            program = jax.make_jaxpr(f)(
+                types, scalar, scalar, index, index, *[logit for _ in tiles]
+            )
         return Steps(
             program,
             *(functools.partial(self._value, n, tile) for n in range(len(values))),
@@ -110,15 +112,15 @@ class HeadMod(NamedTuple):
             lambda: self.head,
             lambda: tile.query_index(self.offset),
             tile.key_index,
-            *more,
+            *tiles,
         )
 
     def _reads(self):
-        """The reads of the mod, and the types of what they find."""
+        """The reads of the mod, and the dtypes of their values."""
         return [(at, self.bound.mod.arrays[at.array].aval.dtype) for at in self.bound.mod.reads]
 
     def _value(self, n: int, tile: ScoreTile):
-        """What its read number n finds for a tile."""
+        """The values of read number n for a tile."""
         x, (at, dtype) = self.values[n], self._reads()[n]
         if at.depends_on >= PAIR:
             x = jnp.concatenate(
@@ -131,7 +133,8 @@ class HeadMod(NamedTuple):
         return x != 0 if dtype.kind == "b" else x.astype(dtype)
 
     def place(self, n: int, tile: ScoreTile, axes: list[int] | None = None):
-        """Where in its array that is, which lies in memory as a vector; of these axes alone."""
+        """The places of the values of read number n in its array, which lies in memory as a vector;
+        of these axes alone."""
         mod = self.bound.mod
         shape = mod.arrays[mod.reads[n].array].aval.shape
         axes = range(len(shape)) if axes is None else axes
@@ -145,7 +148,7 @@ class HeadMod(NamedTuple):
 
 
 def _gather(ref, index, tile: ScoreTile):
-    """Of a vector in global memory the elements at these indices, a tile: a load for each, of which
+    """The elements of a vector in global memory at these indices, a tile: a load for each, of which
     L1 serves most."""
     layout = tile.layouts.tile
     result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=layout)
@@ -177,7 +180,7 @@ def _gather(ref, index, tile: ScoreTile):
 def for_head(
     bound: BoundMod | None, x: Arrays | None, batch: IntLike, head: IntLike
 ) -> HeadMod | None:
-    """From refs; None without a mod."""
+    """The mod of a head, from refs; None without one."""
     if x is None:
         return None
     b, h = None if x.batch is None else x.batch[batch], None if x.head is None else x.head[head]
@@ -196,8 +199,8 @@ def for_head(
 
 
 class Steps(dict):
-    """A program of tiles, whose variables are keys. What it computes it computes once, and where it
-    is asked for: what nobody reads would be in the way of Mosaic's layout inference."""
+    """A program of tiles, whose variables are keys. A value is computed once, where it is first
+    asked for: one that nobody reads would be in the way of Mosaic's layout inference."""
 
     def __init__(self, program, *inputs: Callable):
         self.jaxpr = program.jaxpr

@@ -6,6 +6,7 @@ import re
 import jax
 
 from pallas_flash.kernels import joined
+from pallas_flash.kernels.mosaic.elements import OPERANDS
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.problem.arguments import Problem
 
@@ -27,11 +28,11 @@ def why_not_jax() -> str | None:
 
 
 def why_not(problem: Problem, multiply: str, widest: int) -> str | None:
-    """Why no kernels of a family can run a problem, or None; `multiply`: what multiplies in these,
+    """Why no kernels of a family can run a problem, or None; `multiply`: their instruction,
     `widest`: the largest head size they know."""
     p, reasons = problem, []
-    if p.dtype not in ("bfloat16", "float16"):
-        reasons.append(f"{multiply} multiplies bfloat16 and float16; got {p.dtype}")
+    if p.dtype not in OPERANDS:
+        reasons.append(f"{multiply} multiplies {' and '.join(OPERANDS)}; got {p.dtype}")
     reasons += [_why_no_mod(p.resolved_mask.mask_mod), _why_no_mod(p.score)]
     if max(p.head_size, p.value_size) > widest:
         reasons.append(

@@ -13,8 +13,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 
 
 class Layouts(NamedTuple):
-    """What a generation supplies: the layout of a product's sums, and of a value for each of their
-    rows or columns."""
+    """The layouts of a GPU generation: of a product's sums, and of a value for each of their rows
+    or columns."""
 
     tile: Any
     row: Any
@@ -23,8 +23,8 @@ class Layouts(NamedTuple):
 
 
 def opaque(n: IntLike):
-    """n, unknown to the compiler: it would compute early what depends on n, and unroll loops, and
-    has no registers for that."""
+    """n, unknown to the compiler, which would compute early what depends on n, and unroll loops,
+    and has no registers for that."""
     return lax.optimization_barrier(jnp.asarray(n, jnp.int32))
 
 
@@ -77,8 +77,8 @@ def from_8_bits(x, stored: str, dtype):
 
 
 class ScoreTile(NamedTuple):
-    """Where a tile of scores is: a row for each query and a column for each key; the other way
-    round if transposed."""
+    """The place of a tile of scores: a row for each query and a column for each key, or the other
+    way round if transposed."""
 
     layouts: Layouts
     first_query: IntLike
@@ -99,26 +99,27 @@ class ScoreTile(NamedTuple):
         return (per_row if self.transposed else per_column)(x, self.shape)
 
     def query_index(self, offset: IntLike = 0):
-        """Of each score, plus an offset."""
+        """The query of each score, plus an offset."""
         count, layout = self._queries
         return self.per_query(self.first_query + offset + iota(count, layout))
 
     def key_index(self):
+        """The key of each score."""
         count, layout = self._keys
         return self.per_key(self.first_key + iota(count, layout))
 
     def load_per_query(self, rows: Callable):
-        """What the ref rows(slice of queries) has for the query of each score."""
+        """The value of the ref rows(slice of queries) for the query of each score."""
         count, layout = self._queries
         return self.per_query(load(rows(pl.ds(self.first_query, count)), layout))
 
     def load_per_key(self, rows: Callable):
-        """What the ref rows(slice of keys) has for the key of each score."""
+        """The value of the ref rows(slice of keys) for the key of each score."""
         count, layout = self._keys
         return self.per_key(load(rows(pl.ds(self.first_key, count)), layout))
 
     def split(self, size: int) -> list["ScoreTile"]:
-        """The same in tiles of `size` columns, the last perhaps of fewer."""
+        """Tiles of `size` columns, the last perhaps of fewer."""
         rows, columns = self.shape
         axis = "first_query" if self.transposed else "first_key"
         return [

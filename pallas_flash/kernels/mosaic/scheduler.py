@@ -30,8 +30,8 @@ class WorkTile(NamedTuple):
 
 
 def query_programs(p: Problem, block_q: int, tiles_per_program: int = 1) -> int:
-    """How many programs there are, if each owns `tiles_per_program` tiles of queries: some of one
-    head, or all of several heads."""
+    """How many programs there are, if each owns `tiles_per_program` tiles of queries, of one head
+    or all of several heads."""
     count, tiles = schedule.ceil_div(p.queries, block_q), tiles_per_program
     if not divide_evenly(p, count, tiles):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""What the forward of every family returns of each row beside o: a SoftmaxState, with an l where
-the logits are in base e."""
+"""The statistics of each row that the forward of every family returns beside o: a SoftmaxState,
+with an l where the logits are in base e."""
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
 def types(p: Problem, block_q: int) -> SoftmaxState:
-    """What the kernel writes: [B, N, rows of whole tiles], since where a vector ends Mosaic clips
-    its store by the end of the array, not of the row."""
+    """The types of what the kernel writes: [B, N, rows of whole tiles], since where a vector ends
+    Mosaic clips its store by the end of the array, not of the row."""
     length = schedule.ceil_div(p.queries, block_q) * block_q
     rows = jax.ShapeDtypeStruct((p.batch, p.heads, length), jnp.float32)
     return SoftmaxState(
@@ -22,7 +22,7 @@ def types(p: Problem, block_q: int) -> SoftmaxState:
 
 
 def finish(p: Problem, stats: SoftmaxState) -> SoftmaxState:
-    """What it writes, from the running state of a tile."""
+    """The statistics that a kernel writes, from the running state of a tile."""
     if p.log_base is LogBase.E:
         return stats
     m, l, top = stats
@@ -30,7 +30,7 @@ def finish(p: Problem, stats: SoftmaxState) -> SoftmaxState:
 
 
 def results(p: Problem, written: list[jax.Array]) -> SoftmaxState:
-    """Of all rows, from the arrays that it has written."""
+    """The statistics of all rows, from the arrays that the kernel has written."""
     tree = jax.tree.structure(types(p, 1))
     stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in written])
     constant = soft_cap_constant(p)
@@ -39,5 +39,5 @@ def results(p: Problem, written: list[jax.Array]) -> SoftmaxState:
 
 
 def sinks(p: Problem, x: Operands) -> jax.Array | None:
-    """[N], less what the logits lack."""
+    """The sinks [N], minus the constant that factored logits omit."""
     return None if x.sinks is None else x.sinks - p.log_base.to_e(soft_cap_constant(p))

@@ -1,4 +1,4 @@
-"""What the kernels of forward mode share: the rows of their tiles, before and after the sums."""
+"""The statistics of rows that the kernels of forward mode share, before and after the sums."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from pallas_flash.tiled.online_softmax import RowLse
 
 
 class TangentRows(NamedTuple):
-    """Of rows [B, N, whole tiles of T], or of the rows of a tile."""
+    """Statistics of rows [B, N, whole tiles of T], or of the rows of a tile."""
 
     lse: Any  # in the problem's log base, less what the logits omit; +inf: P = 0
     factor: Any  # P = factor b^(s - lse); None: 1
@@ -21,15 +21,15 @@ class TangentRows(NamedTuple):
 
     @classmethod
     def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "TangentRows":
-        more = (0, 0), (0, 0), (0, -p.queries % block_q)
+        pads = (0, 0), (0, 0), (0, -p.queries % block_q)
         return cls(
-            jnp.pad(rows.lse - logits.soft_cap_constant(p), more, constant_values=jnp.inf),
-            None if rows.factor is None else jnp.pad(rows.factor, more),
-            jnp.pad(dlse, more),
+            jnp.pad(rows.lse - logits.soft_cap_constant(p), pads, constant_values=jnp.inf),
+            None if rows.factor is None else jnp.pad(rows.factor, pads),
+            jnp.pad(dlse, pads),
         )
 
     def load(self, batch: IntLike, head: IntLike, rows: pl.Slice, layout) -> "TangentRows":
-        """From refs."""
+        """The statistics of the rows of a tile, from refs."""
         at = lambda ref: None if ref is None else load(ref.at[batch, head, rows], layout)
         return TangentRows(*map(at, self))
 

@@ -16,9 +16,15 @@ class Tiling(NamedTuple):
     transposed: bool = False
 
 
-def cheapest(table: Iterable, problem: Problem, fits: Callable = lambda row: True):
-    """Of the rows that hold the problem's heads, and fit, the one with the fewest multiplications,
-    the first of several; None where there is none."""
+def cheapest(
+    table: Iterable,
+    problem: Problem,
+    fits: Callable = lambda row: True,
+    narrow: Callable = lambda row: row,
+):
+    """The row with the fewest multiplications, the first of several, among those that hold the
+    problem's heads and that fit once they are narrow(row); None where there is none."""
     p = problem
     rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]
-    return next(filter(fits, sorted(rows, key=lambda row: row.width + row.value_width)), None)
+    cost = lambda row: row.width + row.value_width
+    return next(filter(fits, map(narrow, sorted(rows, key=cost))), None)

@@ -1,9 +1,9 @@
-"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in kernels that add up alone: no
-atomics, same bits each time.
+"""The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2), without atomics: each program
+sums what it owns, so the bits are the same each time.
 
-One kernel owns a tile of keys and sums dK and dV over the queries, one owns a tile of queries and
-sums dQ over the keys; with a bias a third owns a tile of its gradient. Each computes P again from
-the log-sum-exp.
+In one kernel a program owns a tile of keys and sums dK and dV over the queries; in another it owns
+a tile of queries and sums dQ over the keys; with a bias there is a third, which owns a tile of the
+bias's gradient. Each computes P again from the log-sum-exp.
 """
 
 import functools
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.triton import mods, tables, tile
+from pallas_flash.kernels.pallas_call import mods, tile
+from pallas_flash.kernels.triton import tables
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
@@ -21,6 +22,7 @@ from pallas_flash.tiled import schedule
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
+    """The gradients of q, k, v, the bias, and the arrays that a score_mod reads."""
     dk, dv = _dkv(problem, tiles.dkv, x, do, lse, delta)
     bias, captured = of_scores(problem, tiles, x, lse, do, delta)
     dq = _dq(problem, tiles.dq, x, do, lse, delta)
@@ -38,18 +40,13 @@ def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     blocks = schedule.query_blocks(x.resolved_mask, p.queries, tiles.block_q, tiles.block_k)
     x = mods.with_block_lists(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
-    at = tile.layout(
-        p, tiles, lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j), s=tiles.block_k, n=p.group
-    )
+    index = lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j)
+    shape = schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, s=tiles.block_k, n=p.group)
     block_spec = pl.BlockSpec((None, None, 4), lambda j, k, b: (0 if shared else b, j, 0))
-    return tile.launch(
-        functools.partial(_dkv_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta, blocks),
-        grid=(schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt"), block_spec],
-        out_specs=[at.spec("bskh"), at.spec("bskv")],
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x.key, x.value)],
-        tiles=tiles,
+    return grid.launch(
+        *(_dkv_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt"), (blocks, block_spec)),
+        out=[(x.key.dtype, "bskh"), (x.value.dtype, "bskv")],
         name="flash_attention_dkv",
     )
 
@@ -70,6 +67,7 @@ def _dkv_kernel(
     key = tile.span(pl.program_id(0), tiles.block_k, p.keys)
     k, v = tile.keys_and_values(p, x.key, x.value, key.inside)  # [bk, H], [bk, Hv]
     b, head = pl.program_id(2), pl.program_id(1) * p.group
+    refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
     interval = schedule.Blocks.from_table(blocks_ref)
     lists = None if x.resolved_mask.mask_mod is None else x.resolved_mask.mask_mod.block_types
 
@@ -83,11 +81,7 @@ def _dkv_kernel(
             dk, dv = carry
             row = tile.span(blocks.index(t), tiles.block_q, p.queries, bounded=masked)
             mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
-            by_row, by_head = (row.slice, g), (g, row.slice)
-            refs = tile.GradientRows(
-                x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
-            )
-            rows = refs.load(p, row, mask.valid(row, masked))
+            rows = refs.at(row, g).load(p, row, mask.valid(row, masked))
             visible = mask.visible(key, tile.dense(x.mask, (g,), row, key), masked)
             drop = functools.partial(tile.drop, p, x.seeds, (g,), row, key)
             mod = tile.score_mod(x, row, key, pair)
@@ -108,16 +102,10 @@ def _dkv_kernel(
 
 
 def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    grid, at = by_query_tile(p, tiles)
     x = mods.with_block_lists(p, tiles, x)
-    (dq,) = tile.launch(
-        functools.partial(_dq_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta),
-        grid=grid,
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[at.spec("btnh")],
-        out_shape=[jax.ShapeDtypeStruct(x.query.shape, x.query.dtype)],
-        tiles=tiles,
+    (dq,) = by_query_tile(p, tiles).launch(
+        *(_dq_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(x.query.dtype, "btnh")],
         name="flash_attention_dq",
     )
     return dq
@@ -149,31 +137,23 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
 
 
 def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    """A program owns a tile of the bias and sums dS over the axes that the bias broadcasts, but for
-    one case: a bias without queries or keys is small, so each batch and head gets its own sum, and
-    those are added afterwards."""
+    """The gradient of the bias. A program owns a tile of it and sums dS over the axes that the bias
+    broadcasts. A bias without queries or keys is small: there each program sums one batch row
+    and head, and these sums are added afterwards."""
     (b, n, t, s), x = p.bias, mods.flatten(x)
     B, N = (p.batch, p.heads) if t == 1 or s == 1 else (b, n)
     all_or_one = lambda programs, size: 1 if programs > 1 else size
     cut = dict(b=all_or_one(B, p.batch), n=all_or_one(N, p.heads), k=all_or_one(N, p.kv_heads))
-    at = tile.layout(
-        *(p, tiles, lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group if N > 1 else 0)),
-        **cut,
-        B=cut["b"],
-    )
+    shape = schedule.ceil_div(s, tiles.block_k), schedule.ceil_div(t, tiles.block_q), N, B
+    index = lambda j, i, n, b: dict(b=b, B=b, n=n, k=n // p.group if N > 1 else 0)
+    grid = tile.grid(p, tiles, shape, index, **cut, B=cut["b"])
     summed = [axis for axis, (whole, parts) in enumerate(((b, B), (n, N))) if whole < parts]
     out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32 if summed else x.bias.dtype)
-    own = tile.layout(
-        p, tiles, lambda j, i, n, b: dict(b=b, n=n, t=i, s=j), t=tiles.block_q, s=tiles.block_k
-    )
-    (dbias,) = tile.launch(
-        functools.partial(_dbias_kernel, problem=p, tiles=tiles),
-        (x, do, lse, delta),
-        grid=(schedule.ceil_div(s, tiles.block_k), schedule.ceil_div(t, tiles.block_q), N, B),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[own.spec("bnts", out)],
-        out_shape=[out],
-        tiles=tiles,
+    index = lambda j, i, n, b: dict(b=b, n=n, t=i, s=j)
+    of_bias = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
+    (dbias,) = grid.launch(
+        *(_dbias_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(out, of_bias.spec("bnts", out))],
         name="flash_attention_dbias",
     )
     return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype) if summed else dbias
@@ -183,17 +163,14 @@ def _dbias_kernel(
     x: Operands, do_ref, lse_ref, delta_ref, dbias_ref, *, problem: Problem, tiles: Tiles
 ):
     p, (B, _, N, _) = problem, x.query.shape
-    own_j, own_i, first_n, first_b = map(pl.program_id, range(4))
+    program_j, program_i, first_n, first_b = map(pl.program_id, range(4))
     broadcast_q, broadcast_k = p.bias[2] == 1, p.bias[3] == 1
+    refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
 
     def query_tile(b, n, i, dbias):
         row = tile.span(i, tiles.block_q, p.queries)
         mask = tile.mask(x.resolved_mask, row, p.queries, b, (first_b + b, first_n + n))
-        by_row, by_head = (b, row.slice, n), (b, n, row.slice)
-        refs = tile.GradientRows(
-            x.query.at[by_row], do_ref.at[by_row], lse_ref.at[by_head], delta_ref.at[by_head]
-        )
-        rows = refs.load(p, row, mask.valid(row, True))
+        rows = refs.at(row, b, n).load(p, row, mask.valid(row, True))
 
         def step(j, dbias):
             key = tile.span(j, tiles.block_k, p.keys)
@@ -211,12 +188,12 @@ def _dbias_kernel(
         blocks = mask.blocks(tiles.block_k)
         first, last = blocks.first, blocks.last
         if not broadcast_k:
-            first, last = jnp.maximum(first, own_j), jnp.minimum(last, own_j + 1)
+            first, last = jnp.maximum(first, program_j), jnp.minimum(last, program_j + 1)
         return schedule.loop(first, last, step, dbias)
 
     def head(b, n, dbias):
         if not broadcast_q:
-            return query_tile(b, n, own_i, dbias)
+            return query_tile(b, n, program_i, dbias)
         return schedule.loop(
             0,
             schedule.ceil_div(p.queries, tiles.block_q),
@@ -230,6 +207,6 @@ def _dbias_kernel(
     dbias = schedule.loop(
         0, B, lambda b, d: schedule.loop(0, N, lambda n, d: head(b, n, d), d), dbias
     )
-    rows = None if broadcast_q else tile.span(own_i, tiles.block_q, p.queries).inside
-    keys = None if broadcast_k else tile.span(own_j, tiles.block_k, p.keys).inside
+    rows = None if broadcast_q else tile.span(program_i, tiles.block_q, p.queries).inside
+    keys = None if broadcast_k else tile.span(program_j, tiles.block_k, p.keys).inside
     tile.store(dbias_ref, dbias, rows, keys)

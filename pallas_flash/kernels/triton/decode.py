@@ -2,14 +2,13 @@
 the tokens that see them."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import DecodeTiles, power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
+from pallas_flash.kernels.triton.tuning import DecodeTiles
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.tiled import online_softmax, split_kv
@@ -27,8 +26,9 @@ def forward(
     and values are pages, which have `scales` where they are in 8 bits."""
     p, rows = split_kv.pack_gqa(problem, mods.flatten(x))
     index = lambda part, k, b: dict(b=b, B=b, n=k, k=k, p=part)
-    at = tile.layout(p, tiles, index, t=tiles.block_q, T=problem.queries, p=None)
-    specs = at.operands(rows)
+    shape = tiles.num_splits, p.heads, p.batch
+    grid = tile.grid(p, tiles, shape, index, t=tiles.block_q, T=problem.queries, p=None)
+    specs = grid.operands(rows)
     table_spec = None
     if table is not None:
         numbers = pl.BlockSpec((None, table.numbers.shape[1]), lambda part, k, b: (b, 0))
@@ -41,15 +41,12 @@ def forward(
     o = jax.ShapeDtypeStruct(
         (p.batch, tiles.num_splits, p.heads, p.queries, p.value_size), jnp.float32
     )
-    o, m, l = tile.launch(
-        functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=tiles),
-        (rows, table, scales),
-        grid=(tiles.num_splits, p.heads, p.batch),
-        in_specs=[specs, table_spec, scale_specs],
-        out_specs=[at.spec("bpntv"), at.spec("bpnt"), at.spec("bpnt")],
-        out_shape=[o, stats, stats],
-        tiles=tiles,
+    o, m, l = grid.launch(
+        *(_kernel, rows, (table, table_spec), (scales, scale_specs)),
+        out=[(o, grid.spec("bpntv")), *[(stats, grid.spec("bpnt"))] * 2],
         name="flash_attention_decode",
+        specs=specs,
+        tokens=problem.queries,
     )
     return split_kv.merge_splits(problem, x, o, online_softmax.SoftmaxState(m, l), problem.log_base)
 

@@ -1,13 +1,12 @@
 """The forward of FlashAttention-2 (arXiv:2307.08691, algorithm 1): a program owns a tile of queries
 and walks over the keys."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.triton import decode, mods, tile
+from pallas_flash.kernels.pallas_call import mods, tile
+from pallas_flash.kernels.triton import decode
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
@@ -19,30 +18,17 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     x = mods.with_block_lists(p, t, x)
-    grid, at = by_query_tile(p, t)
-    row = jax.ShapeDtypeStruct((p.batch, p.heads, p.queries), jnp.float32)
-    o, *stats = tile.launch(
-        functools.partial(_kernel, problem=p, tiles=t),
-        (x,),
-        grid=grid,
-        in_specs=[at.operands(x)],
-        out_specs=[at.spec("btnv"), *[at.spec("bnt")] * p.statistics],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.batch, p.queries, p.heads, p.value_size), x.query.dtype),
-            *[row] * p.statistics,
-        ],
-        tiles=t,
-        name="flash_attention_forward",
-    )
+    out = [(x.query.dtype, "btnv"), *[(jnp.float32, "bnt")] * p.statistics]
+    o, *stats = by_query_tile(p, t).launch(_kernel, x, out=out, name="flash_attention_forward")
     return o, online_softmax.SoftmaxState(*stats)
 
 
-def by_query_tile(p: Problem, tiles: Tiles):
-    """Grid and layout of a kernel that owns one tile of queries of one head: the last tiles, which
-    see most, come first."""
+def by_query_tile(p: Problem, tiles: Tiles) -> tile.Grid:
+    """A program owns one tile of queries of one head. The last tiles, which see most keys under a
+    causal mask, come first."""
     count = schedule.ceil_div(p.queries, tiles.block_q)
     index = lambda i, n, b: dict(b=b, B=b, n=n, k=n // p.group, t=count - 1 - i)
-    return (count, p.heads, p.batch), tile.layout(p, tiles, index, t=tiles.block_q)
+    return tile.grid(p, tiles, (count, p.heads, p.batch), index, t=tiles.block_q)
 
 
 def program_rows(p: Problem, tiles: Tiles) -> tile.Span:

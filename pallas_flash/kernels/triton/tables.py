@@ -1,6 +1,6 @@
-"""The gradients of the tables that a score_mod reads: a program owns some entries of a table for
-one batch row and head. Where these read one entry alone, a program owns the part of it that comes
-from a tile of queries."""
+"""The gradients of the tables that a score_mod reads: a program owns up to 128 entries of a table,
+for one batch row and head. Where these read a single entry, a program owns the part of its gradient
+that comes from a tile of queries."""
 
 import functools
 import math
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.triton import mods, tile
-from pallas_flash.kernels.triton.tuning import Tiles, power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
+from pallas_flash.kernels.triton.tuning import Tiles
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import Read
 from pallas_flash.problem.arguments import Operands, Problem
@@ -20,7 +20,7 @@ ENTRIES = 128  # entries at most
 
 
 def gradients(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
-    """One for each table, summed over all pairs that read an entry, always in the same order."""
+    """The gradient of each table: a sum over all pairs that read an entry, always in one order."""
     totals = [jnp.zeros_like(table) for table in x.score.tables]
     number = 0
     for read, (index, _) in zip(
@@ -51,27 +51,22 @@ def _together(sums, index: tuple, read: Read, shape: tuple[int, ...]):
 
 
 def _sums(p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: Read, number: int):
-    """[B, N, entries of the axes that differ], of the tables' read `number`."""
+    """The sums [B, N, entries of the axes that differ] for read `number` of the tables."""
     shape = x.score.mod.arrays[read.array].aval.shape
     entries = math.prod(shape[axis] for axis in read.axes[1])
-    own = min(ENTRIES, power_of_two(entries)) if entries > 1 else 1
+    size = min(ENTRIES, power_of_two(entries)) if entries > 1 else 1  # of a program
     programs = (
-        schedule.ceil_div(entries, own)
+        schedule.ceil_div(entries, size)
         if entries > 1
         else schedule.ceil_div(p.queries, tiles.block_q)
     )
-    at = tile.layout(p, tiles, lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group))
-    (sums,) = tile.launch(
-        functools.partial(
-            _kernel, problem=p, tiles=tiles, read=read, number=number, entries=entries
-        ),
-        (x, do, lse, delta),
-        grid=(programs, p.heads, p.batch),
-        in_specs=[at.operands(x), at.spec("btnv"), at.spec("bnt"), at.spec("bnt")],
-        out_specs=[pl.BlockSpec((None, None, own), lambda e, n, b: (b, n, e))],
-        out_shape=[jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)],
-        tiles=tiles,
+    index = lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group)
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)
+    (sums,) = tile.grid(p, tiles, (programs, p.heads, p.batch), index).launch(
+        *(_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(out, pl.BlockSpec((None, None, size), lambda e, n, b: (b, n, e)))],
         name="flash_attention_dtable",
+        **dict(read=read, number=number, entries=entries),
     )
     return sums if entries > 1 else jnp.sum(sums, axis=2, keepdims=True)
 
@@ -94,7 +89,7 @@ def _kernel(
         pl.program_id(0) if entries > 1 else 0,
         (pl.program_id(2), pl.program_id(1)),
     )
-    own, end = tile.span(part, sums_ref.shape[0], entries), (part + 1) * sums_ref.shape[0]
+    entry_span, end = tile.span(part, sums_ref.shape[0], entries), (part + 1) * sums_ref.shape[0]
 
     def query_tile(i, sums):
         row = tile.span(i, tiles.block_q, p.queries)
@@ -123,8 +118,8 @@ def _kernel(
                 at_entry = lambda e: jnp.sum(
                     jnp.where(jnp.broadcast_to(entry, d.shape) == e, d, 0.0)
                 )
-                one_more = lambda e, sums: sums + jnp.where(own.index == e, at_entry(e), 0.0)
-                return schedule.loop(first, last, one_more, sums)
+                add = lambda e, sums: sums + jnp.where(entry_span.index == e, at_entry(e), 0.0)
+                return schedule.loop(first, last, add, sums)
 
             return schedule.loop(0, (first < last).astype(jnp.int32), added, sums)
 
@@ -136,11 +131,11 @@ def _kernel(
         sums = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_tile, sums)
     else:
         sums = query_tile(pl.program_id(0), sums)
-    tile.store(sums_ref, sums, own.inside)
+    tile.store(sums_ref, sums, entry_span.inside)
 
 
 def _entry(mod: mods.TileMod, read: Read):
-    """Which entry each pair of a tile reads, of those along the axes that differ."""
+    """The number of the entry that each pair of a tile reads, along the axes that differ."""
     number = mod.bound.mod.reads.index(read)
     index, _ = mod.bound.read_captured(mod.read, *mod.indices)[number]
     differ = read.axes[1]

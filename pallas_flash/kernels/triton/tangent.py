@@ -4,12 +4,9 @@ does, and sums
     dlse = sum_j P dS,   dO = sum_j (P dS) V + P dV - dlse O,   dS = scale (dQ K^T + Q dK^T).
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
-from pallas_flash.kernels.triton import mods, tile
+from pallas_flash.kernels.pallas_call import mods, tile
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
@@ -17,23 +14,16 @@ from pallas_flash.tiled.online_softmax import RowLse
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
-    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+    """The tangents of o and lse, without the part of the arrays that a score_mod reads."""
     p, t = problem, tiles.tangent
     x, dx = mods.with_block_lists(p, t, x), dx._replace(sinks=None, captured=())
-    grid, at = by_query_tile(p, t)
-    row, spec = at.spec("bnt"), at.operands(x)
-    of = lambda name: None if getattr(dx, name) is None else getattr(spec, name)
+    grid = by_query_tile(p, t)
+    row, specs = grid.spec("bnt"), grid.operands(x)
+    of = lambda name: None if getattr(dx, name) is None else getattr(specs, name)
     of_tangents = {name: of(name) for name in ("query", "key", "value", "bias")}
-    return tile.launch(
-        functools.partial(_kernel, problem=p, tiles=t),
-        (x, dx, rows, o, dlse),
-        grid=grid,
-        in_specs=[spec, Gradients(**of_tangents), RowLse(row, row), at.spec("btnv"), row],
-        out_specs=[at.spec("btnv"), row],
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (o, dlse)],
-        tiles=t,
-        name="flash_attention_tangent",
-    )
+    arrays = (dx, Gradients(**of_tangents)), (rows, RowLse(row, row)), (o, "btnv"), (dlse, "bnt")
+    out = [(o.dtype, "btnv"), (dlse.dtype, "bnt")]
+    return grid.launch(_kernel, x, *arrays, out=out, name="flash_attention_tangent")
 
 
 def _kernel(
@@ -67,13 +57,13 @@ def _kernel(
             return _load(None if ref is None else ref.at[key.slice], reach, size)
 
         def of_logits():
-            """Their tangent."""
+            """The tangent of the logits before score_mod and soft cap."""
             dk = of_keys(dx.key, p.head_size)
-            found = [] if dq is None else [tile.dot_t(dq, k)]
-            found += [] if dk is None else [tile.dot_t(q, dk)]
-            found = [sum(found) * p.scale] if found else []
-            found += [] if dx.bias is None else [dense(dx.bias)]
-            return sum(found)
+            products = [] if dq is None else [tile.dot_t(dq, k)]
+            products += [] if dk is None else [tile.dot_t(q, dk)]
+            terms = [sum(products) * p.scale] if products else []
+            terms += [] if dx.bias is None else [dense(dx.bias)]
+            return sum(terms)
 
         k = of_keys(x.key, p.head_size)
         visible = mask.visible(key, dense(x.mask), masked)
@@ -100,5 +90,5 @@ def _kernel(
 
 
 def _load(ref, rows, size: int):
-    """A tile of heads of this size, with 0 outside of `rows`; None where there is none."""
+    """Loads a tile of heads of this size, with 0 outside of `rows`; None where there is no ref."""
     return None if ref is None else tile.load(ref, rows, tile.head(ref, size))

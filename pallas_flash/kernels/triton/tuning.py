@@ -1,8 +1,9 @@
-"""How the Triton kernels tile a problem: a table, and which row a problem takes."""
+"""The tiles of the Triton kernels: a table, and which row a problem takes."""
 
 from typing import NamedTuple
 
 from pallas_flash.jax_support import hardware
+from pallas_flash.kernels.pallas_call import power_of_two
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
 
@@ -17,8 +18,8 @@ class Tiles(NamedTuple):
 
 
 class DecodeTiles(NamedTuple):
-    """Of the forward where it is decoding: all rows by `block_k` keys, and the keys cut into
-    `num_splits`, a program each."""
+    """Tile sizes of a forward that decodes: all rows by `block_k` keys; each of `num_splits` splits
+    of the keys has a program."""
 
     block_q: int
     block_k: int
@@ -31,22 +32,22 @@ class AllTiles(NamedTuple):
     forward: Tiles
     dkv: Tiles
     dq: Tiles
-    tangent: Tiles | None = None  # of forward mode; in the tables None: dq's
+    tangent: Tiles | None = None  # forward mode; None in the tables: the tiles of dq
     decode: DecodeTiles | None = None
 
     def __str__(self):
-        one = lambda t: f"{t.block_q} x {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
+        show = lambda t: f"{t.block_q} x {t.block_k}, {t.num_warps} warps, {t.num_stages} stages"
         d = self.decode
         forward = (
-            f"forward {one(self.forward)}"
+            f"forward {show(self.forward)}"
             if d is None
-            else f"decoding {one(d)}, {d.num_splits} splits"
+            else f"decoding {show(d)}, {d.num_splits} splits"
         )
-        backward = f"dkv {one(self.dkv)}; dq {one(self.dq)}"
-        return f"{forward}; {backward}; forward mode {one(self.tangent)}"
+        backward = f"dkv {show(self.dkv)}; dq {show(self.dq)}"
+        return f"{forward}; {backward}; forward mode {show(self.tangent)}"
 
 
-# (widest head, bytes of an element): chosen by registers and spills of the code compiled for an
+# By (widest head, bytes of an element). Chosen by registers and spills of the code compiled for an
 # A100 and an H200; not yet timed.
 _TABLE = {
     (64, 2): AllTiles(Tiles(128, 64), Tiles(64, 64), Tiles(64, 64)),
@@ -72,8 +73,7 @@ _TABLE = {
         Tiles(16, 16, num_warps=8, num_stages=1),
     ),
 }
-# In place of those where a program has at most 99 KB of shared memory: every feature fits, all of
-# them together too.
+# The table where a program has at most 99 KB of shared memory: all features together fit.
 _TABLE_OF_99_KB = _TABLE | {
     (128, 2): AllTiles(Tiles(64, 64), Tiles(32, 64, num_warps=8), Tiles(64, 32, num_warps=8)),
     (256, 2): AllTiles(
@@ -86,30 +86,30 @@ _TABLE_OF_99_KB = _TABLE | {
 
 
 def tiles(problem: Problem) -> AllTiles:
-    """The tiles for the narrowest row of the table that holds the problem's heads, no longer than
-    its lengths."""
+    """The narrowest row of the table that fits the problem's heads, with tiles no longer than its
+    lengths."""
     p, row = problem, _row(problem)
     fit = lambda block, length: min(block, power_of_two(length))
-    apart = [row.forward, row.dkv, row.dq, row.tangent or row.dq]
+    kernels = [row.forward, row.dkv, row.dq, row.tangent or row.dq]
     capability = hardware.compute_capability()
     # a CPU's products round by how many keys they take, and P at large logits with them
     if capability is None:
-        apart = [t._replace(block_k=row.forward.block_k) for t in apart]
-        # Triton copies the next block over what a wgmma still reads (results.md#executed)
+        kernels = [t._replace(block_k=row.forward.block_k) for t in kernels]
+        # Triton copies the next block over what a wgmma still reads (mma/NOTES.md#executed)
     elif capability >= 9:
-        apart[1] = apart[1]._replace(num_stages=1)
+        kernels[1] = kernels[1]._replace(num_stages=1)
     decoding = decode_tiles(p) if split_kv.is_decoding(p) else None
     return AllTiles(
         *(
             t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys))
-            for t in apart
+            for t in kernels
         ),
         decoding,
     )
 
 
 def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
-    """Pages may be of any size."""
+    """The tiles of decoding, from pages of any size."""
     p, block_k = problem, _row(problem).forward.block_k
     return DecodeTiles(
         power_of_two(p.queries * p.group),
@@ -127,8 +127,3 @@ def _row(problem: Problem) -> AllTiles:
     return next(
         tiles for (widest, bytes_), tiles in table.items() if width <= widest and size == bytes_
     )
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two >= n that a tile may have."""
-    return max(16, 1 << (n - 1).bit_length())

@@ -14,15 +14,41 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import decode, tile
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat, pad
-from pallas_flash.kernels.mma.tuning import Tiles, padded_length
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
+from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles, padded_length
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
+
+
+def _waits_for_shared_memory(gpu: Gpu) -> bool:
+    return gpu.has_fast_products() and gpu.capability != 9.0  # on an H100 tall tiles are slower
+
+
+# Head sizes, queries and keys of a block; what was decided by the code compiled for an A100, an RTX
+# 4090 and an RTX 5090, its registers, spills, shared memory and instructions, timed on an H100
+# alone: results.md#by-mma-by-the-clock.
+TILES = (
+    # they fill the registers
+    Row(Tiles(64, 64, 128, 64), spills_beside=("ids", "dropout")),
+    # for an mma a warp that owns twice the rows reads half as much shared memory
+    Row(Tiles(64, 64, 128, 32), is_for=_waits_for_shared_memory),
+    Row(Tiles(64, 64, 64, 64)),
+    Row(Tiles(128, 128, 128, 32), is_for=_waits_for_shared_memory),
+    Row(Tiles(128, 128, 64, 64)),
+    # two programs fit beside less shared memory
+    Row(Tiles(128, 128, 64, 64, stages=1)),
+    Row(Tiles(192, 128, 64, 32)),
+    # a narrow swizzle saves registers of addresses
+    Row(Tiles(256, 256, 64, 32, swizzle=64)),
+    Row(Tiles(256, 256, 64, 32, stages=1, swizzle=64)),
+    # the registers of one warpgroup do not hold o
+    Row(Tiles(512, 512, 64, 32, warpgroups=2, swizzle=64)),
+    Row(Tiles(512, 512, 64, 16, warpgroups=2, swizzle=64)),
+)
 
 
 class Inputs(NamedTuple):
@@ -36,23 +62,24 @@ class Inputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The shared memory of a program, and with TMA its mbarriers; of each array the columns of one
+    """The shared memory of a program, and with TMA its mbarriers; an array has the columns of one
     warpgroup, then those of another."""
 
     q: Any  # [block_q, width]; None: registers hold it
     k: Any  # [warpgroups * stages, block_k, width / warpgroups]
     v: Any  # [warpgroups * stages, block_k, value_width / warpgroups]
-    scores: Any  # of tile.SumOfParts
+    scores: Any  # of tile.SumOfParts; None with one warpgroup
     q_full: Any
     kv_full: Any
 
     @classmethod
-    def allocate(cls, t: Tiles, dtype) -> "Memory":
-        block, slots = functools.partial(tile.block, swizzle=t.swizzle), t.warpgroups * t.stages
+    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+        matrix = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        slots = t.warpgroups * t.stages
         return cls(
-            q=block(dtype, t.block_q, t.width) if t.copies_q else None,
-            k=block(dtype, slots, t.block_k, t.width // t.warpgroups),
-            v=block(dtype, slots, t.block_k, t.value_width // t.warpgroups),
+            q=matrix(t.block_q, t.width) if t.copies_q else None,
+            k=matrix(slots, t.block_k, t.width // t.warpgroups),
+            v=matrix(slots, t.block_k, t.value_width // t.warpgroups),
             scores=tile.parts_of_sum(t.block_q, t.block_k) if t.warpgroups > 1 else None,
             q_full=plgpu.Barrier() if t.tma and t.copies_q else None,
             kv_full=plgpu.Barrier(num_arrivals=2, num_barriers=slots) if t.tma else None,
@@ -74,7 +101,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[o_type, *fields],
         warpgroups=t.warpgroups,
-        scratch=Memory.allocate(t, x.query.dtype),
+        scratch=Memory.allocate(p, t),
         name="flash_attention_forward",
         semantics=LANE,
     )
@@ -102,16 +129,19 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     *stats_gmem, memory = outputs
     p, t = problem, tiles
     part = lax.axis_index("warpgroup") if t.warpgroups > 1 else 0
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
-    first_row, own = work.tile * t.block_q, lambda head: head * t.warpgroups + part
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    first_row = work.tile * t.block_q
     rows = pl.ds(first_row, t.block_q)
-    columns = lambda width: pl.ds(own(work.head) * (width // t.warpgroups), width // t.warpgroups)
+    part_of = lambda head: head * t.warpgroups + part
+    columns = lambda width: pl.ds(
+        part_of(work.head) * (width // t.warpgroups), width // t.warpgroups
+    )
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
     mask = head.load_mask(work.batch, first_row, t.block_q)
     kv = tile.CopyRing((memory.k, memory.v), memory.kv_full, parts=t.warpgroups, part=part)
-    load_kv = x.keys.loader(kv, work.batch, own(work.kv_head), blocks)
-    whole = tile.SumOfParts(memory.scores, part)
+    load_kv = x.keys.loader(kv, work.batch, part_of(work.kv_head), blocks)
+    sum_parts = tile.SumOfParts(memory.scores, part)
 
     if t.copies_q:
         x.queries.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)
@@ -126,7 +156,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     def step(n, carry, masked):
         o, stats = carry
         k, v = kv.next(n, lambda ahead: load_kv(n + ahead))
-        s = whole(n, tile.dot_t(tile.load(memory.q) if q is None else q, k))  # [bq, bk]
+        s = sum_parts(n, tile.dot_t(tile.load(memory.q) if q is None else q, k))  # [bq, bk]
         at = head.tile(first_row, blocks.index(n) * t.block_k, s.shape)
         s, scale = head.modify(s, at)
         if masked:
@@ -144,8 +174,8 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     tile.store(o_gmem.at[work.batch, rows, columns(t.value_width)], o)
 
     def store_statistics():
-        found = jax.tree.leaves(statistics.finish(p, stats))
-        for gmem, value in zip(stats_gmem, found, strict=True):
+        values = jax.tree.leaves(statistics.finish(p, stats))
+        for gmem, value in zip(stats_gmem, values, strict=True):
             tile.store(gmem.at[work.batch, work.head, rows], value)
 
     pl.when(part == 0)(store_statistics)  # both have the same

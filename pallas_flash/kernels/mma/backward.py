@@ -3,76 +3,117 @@ again from lse: one owns tiles of queries and sums dQ over the keys, one owns ti
 dK and dV over the queries. Nothing is added in any other order, so gradients are deterministic."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.ampere.tuning import AllTiles
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.gradients import Memory, inputs
-from pallas_flash.kernels.mma.tuning import Tiles
+from pallas_flash.kernels.mma.memory import Memory
+from pallas_flash.kernels.mma.padded_rows import PaddedRows
+from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.elements import round_up
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_column, per_row
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 
+# Decided as forward.TILES.
+DQ_TILES = (
+    Row(Tiles(64, 64, 128, 32)),
+    # a warp that owns twice the rows reads half as much shared memory for an mma
+    Row(Tiles(128, 128, 128, 32), ("dropout",), Gpu.has_fast_products),
+    Row(Tiles(128, 128, 128, 32, stages=1), ("dropout",), Gpu.has_fast_products),
+    Row(Tiles(128, 128, 64, 32)),
+    Row(Tiles(128, 128, 64, 32, stages=1)),
+    Row(Tiles(256, 256, 64, 16, swizzle=64)),
+    Row(Tiles(256, 256, 64, 16, stages=1, swizzle=64)),
+)
+_OWNS_KEYS = dict(block_k=64, owns_keys=True)
+_SEPARATE = dict(separate_dk_dv=True, swizzle=64)
+_TALL = dict(spills_beside=("dropout", "score"), is_for=Gpu.has_fast_products)
+DKV_TILES = (
+    Row(Tiles(64, 64, 32, block_k=128, owns_keys=True), **_TALL),
+    Row(Tiles(64, 64, 64, **_OWNS_KEYS), ("ids",)),
+    Row(Tiles(64, 64, 32, **_OWNS_KEYS)),
+    # a warp with its keys and values in registers reads three fifths as much
+    Row(Tiles(128, 128, 32, **_OWNS_KEYS, keeps_owned=True), **_TALL),
+    Row(Tiles(128, 128, 32, **_OWNS_KEYS)),
+    Row(Tiles(128, 128, 32, **_OWNS_KEYS, stages=1)),
+    Row(Tiles(192, 128, 16, **_OWNS_KEYS)),
+    # registers hold one of the sums
+    Row(Tiles(256, 256, 16, **_OWNS_KEYS, **_SEPARATE)),
+    Row(Tiles(256, 256, 16, **_OWNS_KEYS, **_SEPARATE, stages=1)),
+)
+
+
+class Output(NamedTuple):
+    """A gradient [B, length, heads, size], which the kernel writes in whole tiles of rows, and with
+    zeros up to a width."""
+
+    length: int
+    rows: int  # of a tile
+    heads: int
+    size: int
+    width: int
+
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
-    """All but the gradients of a bias and of what a score_mod reads."""
-    p, t = problem, tiles.dq
+    """All gradients but those of a bias and of the arrays that a score_mod reads."""
+    p, t, inputs = problem, tiles.dq, functools.partial(Inputs.make, PaddedRows.make, problem)
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     (dq,) = _launch(
         _dq_kernel,
         p,
         t,
-        inputs(p, t, blocks, x, lse, do, delta),
+        inputs(t, blocks, x, lse, do, delta),
         scheduler.query_programs(p, t.block_q),
-        [(p.queries, t.block_q, p.heads, p.head_size, t.width)],
+        [Output(p.queries, t.block_q, p.heads, p.head_size, t.width)],
         "flash_attention_dq",
     )
     t = tiles.dkv
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x, programs = inputs(p, t, blocks, x, lse, do, delta), scheduler.key_programs(p, t.block_k)
+    x, programs = inputs(t, blocks, x, lse, do, delta), scheduler.key_programs(p, t.block_k)
     outputs = dict(
-        dk=(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
-        dv=(p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
+        dk=Output(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
+        dv=Output(p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
     )
-    found = []
+    gradients = []
     for names in [("dk",), ("dv",)] if t.separate_dk_dv else [("dk", "dv")]:
-        kernel, of = functools.partial(_key_kernel, names=names), [outputs[name] for name in names]
-        found += _launch(kernel, p, t, x, programs, of, f"flash_attention_{'_'.join(names)}")
-    return Gradients(dq, *found)
+        kernel, name = functools.partial(_key_kernel, names=names), "_".join(names)
+        of_kernel = [outputs[name] for name in names]
+        gradients += _launch(kernel, p, t, x, programs, of_kernel, f"flash_attention_{name}")
+    return Gradients(dq, *gradients)
 
 
 def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: list, name: str):
-    """The outputs [B, length, heads, size], of whole tiles of rows and columns in the kernel."""
-    dtype = x.queries.dtype
-    found = launch(
+    """The gradients that the kernel writes, as each Output says."""
+    arrays = launch(
         functools.partial(kernel, problem=p, tiles=t),
         x,
         programs=programs,
         out_type=[
             jax.ShapeDtypeStruct(
-                (p.batch, schedule.ceil_div(length, rows) * rows, heads * width), dtype
+                (p.batch, round_up(out.length, out.rows), out.heads * out.width), p.dtype
             )
-            for length, rows, heads, _, width in outputs
+            for out in outputs
         ],
         warpgroups=1,
-        scratch=Memory.allocate(t, dtype),
+        scratch=Memory.allocate(p, t),
         name=name,
         semantics=LANE,
     )
     return [
-        a.reshape(*a.shape[:2], heads, width)[:, :length, :, :size]
-        for a, (length, _, heads, size, width) in zip(found, outputs, strict=True)
+        a.reshape(*a.shape[:2], out.heads, out.width)[:, : out.length, :, : out.size]
+        for a, out in zip(arrays, outputs, strict=True)
     ]
 
 
 def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
     p, t = problem, tiles
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes)
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     rows = pl.ds(work.tile * t.block_q, t.block_q)
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
@@ -88,7 +129,7 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
         load_kv(blocks.first)
     tile.wait(memory.owned_full)
     q_smem, do = memory.owned
-    q = tile.load(q_smem) if t.keeps_q else None  # not both
+    q = tile.load(q_smem) if t.keeps_q else None  # registers hold no do beside it
 
     def step(n, dq, masked):
         k, v = ring.next(n, lambda ahead: load_kv(n + ahead))
@@ -106,10 +147,10 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
 
 
 def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: Tiles):
-    """Sums what has a name, dk or dv."""
+    """Sums the gradients of these names, dk and dv."""
     *outputs, memory = refs
     p, t = problem, tiles
-    work = scheduler.key_tile(program, p, t.block_k, t.row_bytes)
+    work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
     rows = pl.ds(work.tile * t.block_k, t.block_k)
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
@@ -120,7 +161,7 @@ def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Prob
         tile.wait(memory.owned_full)  # cp.async: else with the first block
     k, v = (tile.left_operand(x, t.keeps_owned) for x in memory.owned)
 
-    def of_head(g, sums):
+    def add_head(g, sums):
         blocks, position = query_blocks(g)
         head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head + g)
         load_queries = x.queries.loader(ring, work.batch, work.head + g, blocks, position)
@@ -151,12 +192,12 @@ def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Prob
 
     widths, factors = dict(dk=t.width, dv=t.value_width), dict(dk=p.scale, dv=1.0)
     zeros = {name: tile.zeros(t.block_k, widths[name]) for name in names}
-    sums = schedule.loop(0, p.group, of_head, zeros)
+    sums = schedule.loop(0, p.group, add_head, zeros)
     for name, gmem in zip(names, outputs, strict=True):
         _store(gmem, work.batch, rows, work.kv_head, sums[name] * factors[name])
 
 
 def _store(ref, batch, rows: pl.Slice, head, sums):
-    """Of a tile's rows and a head."""
+    """Writes a tile's rows of a head."""
     width = sums.shape[1]
     tile.store(ref.at[batch, rows, pl.ds(head * width, width)], sums.astype(ref.dtype))

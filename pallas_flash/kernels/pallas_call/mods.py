@@ -1,14 +1,13 @@
-"""A mask_mod and a score_mod in the Triton kernels: their operands, their blocks, their values."""
+"""A mask_mod and a score_mod in kernels by `pl.pallas_call`: their operands, their blocks, their
+values."""
 
 import dataclasses
 from typing import NamedTuple
 
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.triton.tuning import Tiles
 from pallas_flash.mods import captured
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.problem.arguments import Operands, Problem
@@ -18,8 +17,8 @@ FIRST = np.int32(0)  # as an index; a plain int has no shape, which Pallas' inte
 
 
 def flatten(x: Operands) -> Operands:
-    """The operands for kernels that mask every block: a mask_mod without its block types;
-    captured arrays as vectors."""
+    """The operands for kernels that mask every block: the mask_mod has no block types, and captured
+    arrays are vectors."""
     flat = lambda bound: (
         bound and dataclasses.replace(bound, arrays=tuple(a.reshape(-1) for a in bound.arrays))
     )
@@ -30,24 +29,24 @@ def flatten(x: Operands) -> Operands:
     )
 
 
-def with_block_lists(p: Problem, tiles: Tiles, x: Operands, by_key: bool = False) -> Operands:
-    """The operands for kernels that go over the blocks of a tile of queries, or of keys: a
-    BoundMaskMod with `schedule.block_lists`."""
+def with_block_lists(p: Problem, tiles, x: Operands, by_key: bool = False) -> Operands:
+    """The operands for kernels that visit the blocks of a tile of queries, or of keys: the
+    mask_mod has `schedule.block_lists` in place of its block types."""
     flat = flatten(x)
     if x.resolved_mask.mask_mod is None:
         return flat
-    found = schedule.block_types(
+    types = schedule.block_types(
         x.resolved_mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     )
     mask_mod = dataclasses.replace(
         flat.resolved_mask.mask_mod,
-        block_types=schedule.block_lists(found.swapaxes(2, 3) if by_key else found),
+        block_types=schedule.block_lists(types.swapaxes(2, 3) if by_key else types),
     )
     return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, mask_mod=mask_mod))
 
 
-def specs(layout, bound: BoundMod | None) -> BoundMod | None:
-    """The BlockSpecs of its arrays in a tile.Layout."""
+def specs(grid, bound: BoundMod | None) -> BoundMod | None:
+    """The mod with the BlockSpecs of its arrays, in a tile.Grid."""
     if bound is None:
         return None
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
@@ -55,20 +54,20 @@ def specs(layout, bound: BoundMod | None) -> BoundMod | None:
         arrays=tuple(map(whole, bound.arrays)), batch=whole(bound.batch), head=whole(bound.head)
     )
     blocks |= (
-        dict(block_types=_lists(layout, bound.block_types)) if hasattr(bound, "block_types") else {}
+        dict(block_types=_lists(grid, bound.block_types)) if hasattr(bound, "block_types") else {}
     )
     return dataclasses.replace(
-        bound, offset=bound.offset if isinstance(bound.offset, int) else layout.spec("B"), **blocks
+        bound, offset=bound.offset if isinstance(bound.offset, int) else grid.spec("B"), **blocks
     )
 
 
-def _lists(layout, lists) -> pl.BlockSpec | None:
-    """Of `schedule.block_lists` those of the tile and head that a program owns, or of the heads."""
+def _lists(grid, lists) -> pl.BlockSpec | None:
+    """The BlockSpec of `schedule.block_lists`: those of a program's tile, for its head or heads."""
     if lists is None:
         return None
 
-    def index(*grid):
-        at = layout.index(*grid)
+    def index(*program):
+        at = grid.index(*program)
         number = lambda letter, n: at[letter] if n > 1 else 0
         return (
             number("b", lists.shape[0]),
@@ -78,12 +77,12 @@ def _lists(layout, lists) -> pl.BlockSpec | None:
         )
 
     return pl.BlockSpec(
-        (None, layout.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
+        (None, grid.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
     )
 
 
 class TileMod(NamedTuple):
-    """A mod, from refs, of a tile's rows and some keys."""
+    """A mod for the rows of a tile and a block of keys; its arrays are refs."""
 
     bound: BoundMod
     indices: tuple  # batch row, head, positions [rows, 1], keys [1, keys]
@@ -91,23 +90,24 @@ class TileMod(NamedTuple):
     def read(self, array: int, index: tuple):
         """The element at this index of an array, which lies in memory as a vector."""
         shape = self.bound.mod.arrays[array].aval.shape
-        return plgpu.load(self.bound.arrays[array].at[captured.flat_index(index, shape)])
+        return self.bound.arrays[array][captured.flat_index(index, shape)]
 
     def visible(self):
         """Whether the rows see the keys, [rows, keys]."""
-        found = self.bound.read_captured(self.read, *self.indices)
-        return self.bound.evaluate([value for _, value in found], *self.indices)
+        reads = self.bound.read_captured(self.read, *self.indices)
+        return self.bound.evaluate([value for _, value in reads], *self.indices)
 
     def score(self, s):
-        """What the score_mod makes of the logits s."""
+        """The logits [rows, keys] that the score_mod makes of the logits s."""
         return self.bound.apply(s, self.read, *self.indices)
 
     def score_vjp(self, s):
+        """`score(s)`, and its pullback."""
         return self.bound.vjp(s, self.read, *self.indices)
 
 
 def bind(bound: BoundMod, pair: tuple[IntLike, IntLike], batch: IntLike, row, key) -> TileMod:
-    """`pair` is the (batch row, head), `batch` the entry of the data by batch."""
+    """A mod for a tile of the (batch row, head) `pair`; `batch` is the entry of the data's refs."""
     b, h = (
         n if indices is None else indices[n]
         for n, indices in zip(pair, (bound.batch, bound.head), strict=True)

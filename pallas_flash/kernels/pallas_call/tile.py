@@ -1,5 +1,5 @@
-"""The primitives of the Triton kernels: spans of rows and keys, loads, products, what a tile sees,
-the launch.
+"""The primitives of kernels by `pl.pallas_call`: spans of rows and keys, loads, products, what a
+tile sees, grids of programs.
 
 Arrays in a kernel have sizes that are powers of two, and loads are bounded where an array ends
 earlier.
@@ -8,32 +8,33 @@ earlier.
 import dataclasses
 import functools
 import operator
-import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash import dropout
+from pallas_flash.jax_support.jax_internals import traced_lines
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.triton import mods
-from pallas_flash.kernels.triton.mods import FIRST
-from pallas_flash.kernels.triton.tuning import power_of_two
+from pallas_flash.kernels.pallas_call import mods, power_of_two
+from pallas_flash.kernels.pallas_call.mods import FIRST
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
 
-# JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+try:
+    from pallas_flash.kernels.pallas_call import by_triton as lowering
+except ImportError:  # a jax without it
+    from pallas_flash.kernels.pallas_call import interpreted as lowering
 
 
 class Span(NamedTuple):
-    """Neighbouring rows or keys of one tile; `inside` is None where no load needs a bound."""
+    """The rows or keys of one tile, which are neighbours; `inside` is None where no load needs a
+    bound."""
 
     slice: pl.Slice
     index: jax.Array  # [size]
@@ -41,7 +42,7 @@ class Span(NamedTuple):
 
 
 def span(number, size: int, length: int, bounded: bool = True) -> Span:
-    """Tile `number` of an array of `length`, bounded where the last one may hang over."""
+    """The Span of tile `number` in an array of `length`, bounded where the last may overhang."""
     index = number * size + jnp.arange(size, dtype=jnp.int32)
     return Span(
         pl.ds(number * size, size), index, index < length if bounded and length % size else None
@@ -49,24 +50,22 @@ def span(number, size: int, length: int, bounded: bool = True) -> Span:
 
 
 def load(ref, rows=None, columns=None, other=0):
-    """The tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis, None
-    where there is no bound."""
-    inside = _inside(ref.shape, rows, columns)
-    return (
-        plgpu.load(ref)
-        if inside is None
-        else plgpu.load(ref, mask=inside, other=jnp.asarray(other, ref.dtype))
-    )
+    """Loads the tile `ref`, with `other` outside of `rows` and `columns`: bools along each axis,
+    None where there is no bound."""
+    return lowering.load(ref, _inside(ref.shape, rows, columns), other)
+
+
+barrier = lowering.barrier
 
 
 def store(ref, x, rows=None, columns=None):
-    """Writes the tile x to `ref`, but for what lies outside."""
-    plgpu.store(ref, x.astype(ref.dtype), mask=_inside(ref.shape, rows, columns))
+    """Writes the part of tile x inside of `rows` and `columns` to `ref`."""
+    lowering.store(ref, x.astype(ref.dtype), _inside(ref.shape, rows, columns))
 
 
 def subtile(ref, *index):
-    """The subtile of `ref` at `index`, None for all of an axis, to store into: with 64-bit integers
-    enabled Pallas' interpreter asks that all its starts be of one type."""
+    """The subtile of `ref` at `index` to store into, where None is all of an axis. With 64-bit
+    integers enabled Pallas' interpreter asks that all its starts be of one type."""
     index = (*index, *[None] * (len(ref.shape) - len(index)))
     return ref.at[
         tuple(pl.ds(FIRST, n) if i is None else i for i, n in zip(index, ref.shape, strict=True))
@@ -74,7 +73,7 @@ def subtile(ref, *index):
 
 
 def head(ref, size: int):
-    """The columns of a tile's head axis that exist, or None for all."""
+    """Which columns of a tile's head axis exist, or None for all."""
     return jnp.arange(ref.shape[-1]) < size if ref.shape[-1] > size else None
 
 
@@ -110,7 +109,7 @@ def _product(a, b, a_axis, b_axis):
 
 
 class TileMask(NamedTuple):
-    """What the rows of a query tile see."""
+    """The mask of the rows of a query tile."""
 
     resolved_mask: ResolvedMask
     batch: IntLike  # the entry of the data's refs
@@ -119,6 +118,7 @@ class TileMask(NamedTuple):
     bind: Callable | None  # key indices -> the TileMod of the mask's mask_mod
 
     def blocks(self, block_k: int) -> schedule.Blocks:
+        """The key blocks that the rows visit."""
         where = self.resolved_mask.mask_mod
         if where is not None and where.block_types is not None:
             return schedule.Blocks.from_list(where.block_types)
@@ -141,13 +141,13 @@ class TileMask(NamedTuple):
         return inside if dense is None else inside & dense
 
     def reach(self, key: Span, masked: bool):
-        """The keys that any row could see, None for all: beyond the last stop there may be NaN."""
+        """Which keys a row could see, or None for all: beyond the last stop there may be NaN."""
         if not masked:
             return None
         return key.index < (self.stop if isinstance(self.stop, int) else jnp.max(self.stop))
 
     def valid(self, row: Span, masked: bool):
-        """The rows that exist and see something, None for all: the others may be NaN."""
+        """Which rows exist and see a key, or None for all: the others may be NaN."""
         if not masked:
             return None
         valid = jnp.broadcast_to(self.start < self.stop, row.index.shape)
@@ -161,8 +161,8 @@ def mask(
     batch: IntLike = FIRST,
     pair: tuple[IntLike, IntLike] | None = None,
 ) -> TileMask:
-    """What a tile's rows see, from the entry `batch` of the data's refs; a row beyond the last
-    one counts as the last.
+    """The TileMask of a tile's rows, from the entry `batch` of the data's refs; a row beyond the
+    last one counts as the last.
 
     `pair` is the (batch row, head) that a mask_mod is evaluated for, where `visible` is called.
     """
@@ -199,15 +199,21 @@ def keys_and_values(problem: Problem, k_ref, v_ref, inside):
 
 
 class GradientRows(NamedTuple):
-    """What the backward needs of a tile of queries, refs or values."""
+    """The operands of the backward for a tile of queries: refs or values."""
 
     q: jax.Array  # [rows, H]
     do: jax.Array  # [rows, Hv]
     lse: jax.Array  # [rows]
     delta: jax.Array  # [rows]
 
+    def at(self, row: Span, *head: IntLike) -> "GradientRows":
+        """The refs of a tile of queries of one head, by the indices of the axes before it."""
+        by_row, by_head = (*head[:-1], row.slice, head[-1]), (*head, row.slice)
+        q, do = (ref.at[by_row] for ref in (self.q, self.do))
+        return GradientRows(q, do, *(ref.at[by_head] for ref in (self.lse, self.delta)))
+
     def load(self, problem: Problem, row: Span, valid) -> "GradientRows":
-        """The values, such that rows that are not there have no gradient."""
+        """Loads the values; padding rows get values that give no gradient."""
         q = load(self.q, valid, head(self.q, problem.head_size))
         do = load(self.do, valid, head(self.do, problem.value_size))
         return GradientRows(
@@ -216,7 +222,7 @@ class GradientRows(NamedTuple):
 
 
 def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
-    """The state [rows] of one head before any key."""
+    """The SoftmaxState [rows] of one head before any key."""
     sink = None if x.sinks is None else x.sinks[...]
     return online_softmax.start(jnp.zeros(rows, jnp.float32), p.log_base, sink, p.with_top)
 
@@ -224,19 +230,20 @@ def start(p: Problem, x: Operands, rows: int) -> online_softmax.SoftmaxState:
 def score_mod(
     x: Operands, row: Span, key: Span, pair: tuple[IntLike, IntLike], batch: IntLike = FIRST
 ) -> mods.TileMod | None:
-    """Of a (batch row, head), None without one; `batch` is the entry of the data's refs."""
+    """The score_mod of one (batch row, head), `pair`, or None without one; `batch` is the entry of
+    the data's refs."""
     return None if x.score is None else mods.bind(x.score, pair, batch, row.index, key.index)
 
 
 def scores(problem: Problem, q, k, bias, mod: mods.TileMod | None = None):
-    """[rows, keys], in the problem's log base."""
+    """The logits [rows, keys], in the problem's log base."""
     s, _ = scores_before_mod(problem, q, k, bias)
     return s if mod is None else mod.score(s)
 
 
 def scores_before_mod(problem: Problem, q, k, bias):
-    """[rows, keys] in the problem's log base, scale q k^T with bias and soft cap; and the tanh of
-    the soft cap, None without one."""
+    """The logits [rows, keys] before score_mod, scale q k^T with bias and soft cap, in the log base
+    of the problem; and the tanh of the soft cap, None without one."""
     p, scale = problem, problem.scale
     if q.dtype == jnp.float32:
         if bias is None and p.soft_cap is None:
@@ -247,26 +254,26 @@ def scores_before_mod(problem: Problem, q, k, bias):
 
 
 def drop(problem: Problem, seeds, leading: tuple, row: Span, key: Span, x):
-    """x [rows, keys] with 0 where dropout drops the weight; `leading` indexes the axes of `seeds`
-    before the last."""
+    """Sets x [rows, keys] to 0 where dropout drops the weight; `leading` indexes the axes of
+    `seeds` before the last."""
     if seeds is None:
         return x
     first, second = (seeds[(*leading, np.int32(i))] for i in range(2))
-    kept = dropout.keeps(problem.dropped, first, second, row.index[:, None], key.index[None, :])
-    return jnp.where(kept, x, 0.0)
+    keeps = dropout.keeps(problem.dropped, first, second, row.index[:, None], key.index[None, :])
+    return jnp.where(keeps, x, 0.0)
 
 
 def gradients(
     problem: Problem, rows: GradientRows, k, v, bias, visible, drop, mod: mods.TileMod | None = None
 ):
-    """P, of which drop(P) is left, and dS [rows, keys]."""
+    """P after dropout, and dS [rows, keys]."""
     return with_tables(problem, rows, k, v, bias, visible, drop, mod)[:2]
 
 
 def with_tables(
     problem: Problem, rows: GradientRows, k, v, bias, visible, drop, mod: mods.TileMod | None
 ):
-    """The same, and for each read of the score_mod's tables (array, index, cotangent)."""
+    """P after dropout, dS, and (array, index, cotangent) of each read of the score_mod's tables."""
     dp = lambda: drop(dot_t(rows.do, v)) - rows.delta[..., None]
     p, ds, tables = weighted(problem, rows.q, k, rows.lse, bias, visible, mod, dp)
     return drop(p), ds, tables
@@ -275,31 +282,34 @@ def with_tables(
 def weighted(
     problem: Problem, q, k, lse, bias, visible, mod: mods.TileMod | None, factor: Callable
 ):
-    """P; P factor() [rows, keys], times the derivative of the logits by those before score_mod and
-    soft cap; and what reads the score_mod's tables, as in `with_tables`."""
+    """P [rows, keys]; P factor() times the derivative of the logits by those before score_mod and
+    soft cap; and the reads of the score_mod's tables, as in `with_tables`."""
     (x, tanh), lse, tables = scores_before_mod(problem, q, k, bias), lse[..., None], ()
     if mod is None:
         p = problem.log_base.power(x - lse)
         return *online_softmax.gradients(p, factor(), visible, tanh), tables
     s, back = mod.score_vjp(x)
-    s = jnp.where(lse == jnp.inf, 0.0, s)  # of rows that are not there it may be NaN
+    s = jnp.where(lse == jnp.inf, 0.0, s)  # it may be NaN in padding rows
     p = problem.log_base.power(s - lse)
     p, ds = online_softmax.gradients(p, factor(), visible, None)
     ds, tables = back(ds)
     return p, online_softmax.soft_cap_vjp(ds, tanh, visible), tables
 
 
-class Layout(NamedTuple):
-    """How the axes of the operands are cut into blocks: for each letter a block size (None: one
-    entry, without the axis), and from the grid's indices the number of the block (0 for a letter
-    left out).
+class Grid(NamedTuple):
+    """A grid of programs, and the blocks of arrays that each gets: for each letter of an axis a
+    block size (None: one entry, without the axis), and from the grid's indices the number of the
+    block (0 for a letter left out).
 
     b n k batch and heads, t s rows and keys, h v head sizes; B T S the axes of a mask's data; c the
     seeds of a head.
     """
 
-    sizes: dict[str, int | None]
+    problem: Problem
+    tiles: Any
+    shape: tuple[int, ...]
     index: Callable[..., dict[str, IntLike]]
+    sizes: dict[str, int | None]
 
     def spec(self, letters: str, broadcast=None) -> pl.BlockSpec:
         """The BlockSpec of an array with these axes; in an array `broadcast`, axes of size 1 are
@@ -308,8 +318,8 @@ class Layout(NamedTuple):
         cut = lambda size, one: size if size is None or not one else 1
         sizes = tuple(cut(self.sizes[c], o) for c, o in zip(letters, one, strict=True))
 
-        def index(*grid):
-            at = self.index(*grid)
+        def index(*program):
+            at = self.index(*program)
             return tuple(0 if o else at.get(c, 0) for c, o in zip(letters, one, strict=True))
 
         return pl.BlockSpec(sizes, index)
@@ -335,36 +345,41 @@ class Layout(NamedTuple):
             score=mods.specs(self, x.score),
         )
 
+    @traced_lines()
+    def launch(self, kernel, x: Operands, *arrays, out, name: str, specs=None, **options):
+        """The results of kernel(x, *arrays, *out, problem=, tiles=, **options). `arrays` come with
+        their letters, `out` are dtypes with letters; in place of letters there may be a BlockSpec,
+        with it a shape in place of a dtype, and `specs` in place of `operands(x)`."""
+        p = self.problem
+        lengths = dict(b=p.batch, t=p.queries, s=p.keys, n=p.heads, k=p.kv_heads)
+        lengths |= dict(h=p.head_size, v=p.value_size)
+        spec = lambda axes: self.spec(axes) if isinstance(axes, str) else axes
+        # the axes of a mesh over which the operands vary, and so the results
+        devices = jax.typeof(x.query).manual_axis_type
 
-def layout(problem: Problem, tiles, index, **sizes: int | None) -> Layout:
-    """A Layout with whole axes of rows, keys and heads but for `sizes`; one batch and head at a
+        def shape(of, axes):
+            if isinstance(axes, str):
+                of = jax.ShapeDtypeStruct([lengths[c] for c in axes], of)
+            return jax.ShapeDtypeStruct(of.shape, of.dtype, manual_axis_type=devices)
+
+        call = functools.partial(
+            pl.pallas_call,
+            functools.partial(kernel, problem=p, tiles=self.tiles, **options),
+            [shape(*pair) for pair in out],
+            grid=self.shape,
+            in_specs=[specs or self.operands(x), *(spec(axes) for _, axes in arrays)],
+            out_specs=[spec(axes) for _, axes in out],
+            name=name,
+        )
+        return lowering.run(call, self.tiles, x, *(array for array, _ in arrays))
+
+
+def grid(problem: Problem, tiles, shape: tuple[int, ...], index, **sizes: int | None) -> Grid:
+    """A Grid with whole axes of rows, keys and heads but for `sizes`; one batch row and head at a
     time."""
     p = problem
     whole = lambda length, size: schedule.ceil_div(length, size) * size
     T, S = whole(p.queries, tiles.block_q), whole(p.keys, tiles.block_k)
-    wide = dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
-    return Layout(
-        dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2) | wide | sizes, index
-    )
-
-
-def launch(kernel, args, *, grid, in_specs, out_specs, out_shape, tiles, name: str):
-    """Runs a kernel over `grid`, compiled on a GPU and in Pallas' interpreter anywhere else."""
-    # over which axes of a mesh the operands vary, and so the results
-    devices = jax.typeof(args[0].query).manual_axis_type
-    out_shape = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=devices) for x in out_shape
-    ]
-    call = functools.partial(
-        pl.pallas_call,
-        *(kernel, out_shape),
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        compiler_params=plgpu.CompilerParams(
-            num_warps=tiles.num_warps, num_stages=tiles.num_stages
-        ),
-        name=name,
-    )
-    compiled, interpreted = call(interpret=False), call(interpret=True)
-    return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
+    defaults = dict(b=None, n=None, k=None, t=T, s=S, B=1, T=p.queries, S=S, c=2)
+    defaults |= dict(h=power_of_two(p.head_size), v=power_of_two(p.value_size))
+    return Grid(p, tiles, shape, index, defaults | sizes)

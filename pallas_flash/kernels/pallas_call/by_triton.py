@@ -1,0 +1,35 @@
+"""The functions of interpreted.py for jax's Triton lowering, which compiles kernels by
+`pl.pallas_call` for a GPU."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_flash.jax_support.jax_internals import mlir
+
+# JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+barrier = plgpu.debug_barrier
+# Pallas' interpreter has one thread, which waits for nobody.
+mlir.register_lowering(jax.make_jaxpr(barrier)().eqns[0].primitive, lambda ctx: ())
+
+
+def load(ref, inside, other):
+    if inside is None:
+        return plgpu.load(ref)
+    return plgpu.load(ref, mask=inside, other=jnp.asarray(other, ref.dtype))
+
+
+def store(ref, x, inside):
+    plgpu.store(ref, x, mask=inside)
+
+
+def run(call, tiles, *args):
+    """The results of a `pl.pallas_call`, compiled on a GPU and interpreted anywhere else."""
+    parameters = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    compiled, interpreted = call(compiler_params=parameters), call(interpret=True)
+    return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
