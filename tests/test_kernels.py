@@ -57,12 +57,9 @@ def attend(family, *x, **options):
     return flash_attention(*x, **options, implementation=implementation)
 
 
-# XLA interprets what it folds, as the tables of a mask: up to half of the time to compile
-FOLDS_NOTHING = dict(xla_disable_hlo_passes="constant_folding")
-
-
 def results(family, call, without=()):
     """All that a call gives, by name, of one program; tangents but for some floats."""
+    # a dense mask too: as a constant XLA would interpret all that is computed of it
     arrays = {x: a for x, a in call.options.items() if isinstance(a, np.ndarray | jax.Array)}
     static = {x: a for x, a in call.options.items() if x not in arrays}
     largest_too = call.oracle is not None
@@ -73,7 +70,7 @@ def results(family, call, without=()):
             options["score_mod"] = options["score_mod"](slopes)
         return attend(family, **options, return_residual=True, return_max_logits=largest_too)
 
-    @functools.partial(jax.jit, compiler_options=FOLDS_NOTHING)
+    @jax.jit
     def everything(floats, along, cotangents, arrays):
         def first(floats):
             o, lse, *largest = outputs(floats, arrays)
