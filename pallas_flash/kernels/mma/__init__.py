@@ -76,9 +76,9 @@ def _why_no_decoding(p: Problem, *pages) -> str | None:
         from pallas_flash.kernels.mma import tuning
     except Exception:  # another jax may lack what kernels import, which is said elsewhere
         return None
-    needed, available = tuning.decoding_bytes(p, *pages), hardware.shared_memory()
-    if needed <= available:
+    if tuning.decode_tiles(p, *pages) is not None:
         return None
+    needed, available = tuning.decoding_bytes(p, *pages), hardware.shared_memory()
     needed_kb, kb = (schedule.ceil_div(n, 1024) for n in (needed, available))
     return (
         f"split-KV decoding needs {needed_kb} KB of shared memory, and this GPU has {kb}; {sizes}"

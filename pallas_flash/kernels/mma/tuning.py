@@ -77,7 +77,7 @@ def score_tiles(problem: Problem) -> ScoreTiles | None:
 
 
 def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None) -> int:
-    """Bytes of shared memory that decoding needs at least."""
+    """Bytes of shared memory that decoding needs at least, where it has no tiles."""
     candidates = decode.candidates(problem, Gpu.here(), page, stored)
     return min(shared_memory.size(decode.Memory.allocate(problem, t)) for t in candidates)
 
