@@ -14,9 +14,8 @@ from selection import whole_but
 from pallas_flash import flash_attention, masks
 from pallas_flash.accounting import GPUS
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag
-from pallas_flash.kernels import hopper
-from pallas_flash.kernels.mosaic import operations
 from pallas_flash.kernels.hopper import tuning
+from pallas_flash.kernels.mosaic import operations
 from scripts.bench import gpu_code
 
 Z = Sizes(B=2, T=256, S=256, N=4, K=4, H=64, Hv=64)

@@ -17,7 +17,6 @@ import pytest
 from selection import whole_but
 
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import hopper
 from pallas_flash.kernels.mosaic import operations
 from scripts.bench import gpu_code
 
