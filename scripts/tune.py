@@ -5,7 +5,7 @@ Sweeps the tiles of an implementation's kernels for one shape. The forward kerne
 by the time of the forward, those of each backward kernel by the time of the backward, and those of
 forward mode by the time of a jvp, with the other kernels as they are. Every candidate is checked
 against dense float32 before it is timed. Prints a table for each kernel, and the best tiles, to be
-copied into the tables of kernels/NAME/tuning.py.
+copied into the table of the kernel's file in kernels/NAME, for Triton into tuning.py.
 """
 
 import argparse
