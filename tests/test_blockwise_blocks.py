@@ -225,7 +225,7 @@ def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_expla
         tiles = explain(x, x, x, is_causal=is_causal).tiles
         assert (
             tiles.heads < (tiles.forward_heads or 64)
-            and tiles.of_gradient().forward_heads == tiles.heads
+            and tiles.for_gradient().forward_heads == tiles.heads
         )
         found = (
             rf"by {T} keys, {tiles.heads} key/value heads at a time "

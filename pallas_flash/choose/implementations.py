@@ -170,7 +170,7 @@ def _mosaic_family(name: str, folder: str, why_not_by_default: Callable) -> Back
 
 BACKENDS = (
     _mosaic_family("hopper", "hopper", _few_queries)._replace(
-        of_same_kernels=_kernel("hopper", "tiles_like"),
+        for_same_kernels=_kernel("hopper", "tiles_like"),
         sums_delta=lambda tiles: tiles.dq is not None and tiles.dq.sums_delta,
     ),
     _mosaic_family("ampere", "mma", _on_hopper)._replace(remark=_kernel("mma", "remark")),

@@ -59,11 +59,11 @@ class Backend(NamedTuple):
     sums_delta: Callable = never
     # whether it has a backward with these tiles; else blockwise's serves
     has_backward: Callable = lambda tiles: True
-    of_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that a backward follows
+    for_gradient: Callable = lambda tiles: tiles  # the tiles of a forward that a backward follows
     # (tiles, problem) -> tiles of another problem that name the same kernels; None: `tiles` does
-    of_same_kernels: Callable | None = None
+    for_same_kernels: Callable | None = None
     # (tiles, problem, number of calls) -> the tiles of these calls under vmap
-    of_calls: Callable = lambda tiles, problem, calls: tiles
+    for_calls: Callable = lambda tiles, problem, calls: tiles
     # (problem, operands) -> arrays of the shapes and dtypes of the forward's results: it is then
     # traced only when it is lowered
     results_like: Callable = trace_now
@@ -104,9 +104,9 @@ class Backend(NamedTuple):
     def tiles_like(self, tiles, problem: Problem):
         """Tiles of another problem for the same kernels; those of a forward that a backward follows
         where `tiles` are."""
-        like = self.of_same_kernels
+        like = self.for_same_kernels
         new = self.tiles(problem) if like is None else like(tiles, problem)
-        return self.of_gradient(new) if tiles == self.of_gradient(tiles) else new
+        return self.for_gradient(new) if tiles == self.for_gradient(tiles) else new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Choice(NamedTuple):
 
     def for_gradient(self) -> "Choice":
         """The choice for a forward with residuals, and its backward."""
-        return self._replace(tiles=self.backend.of_gradient(self.tiles))
+        return self._replace(tiles=self.backend.for_gradient(self.tiles))
 
     def wrap(self, wrapper: type[Pass], *options) -> "Choice":
         """The choice with each pass replaced by wrapper(backend, its name, *options)."""

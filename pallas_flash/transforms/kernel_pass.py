@@ -87,7 +87,7 @@ class KernelPass(lowering.ByPlatform, Pass):
                 return self._over_mesh(axis, leaves, in_axes, in_tree)
         merged = self._merge(size, leaves, in_axes, in_tree)
         if merged is None or self.backend.why_not(problem := self.problem.of_part(merged[0])):
-            tiles = self.backend.of_calls(self.tiles, self.problem, size)
+            tiles = self.backend.for_calls(self.tiles, self.problem, size)
             side_by_side = dataclasses.replace(self.within(in_axes), tiles=tiles)
             jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
             return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)
@@ -154,7 +154,7 @@ class KernelPass(lowering.ByPlatform, Pass):
 
     def run_elsewhere(self, like, x: Operands, *rows):
         problem, log_base = self.problem, self.backend.log_base(self.problem)
-        tiles = blockwise.tiles(problem).of_gradient()
+        tiles = blockwise.tiles(problem).for_gradient()
         if self.name == "tangent":
             return blockwise_tangent(log_base, problem, x, *rows)
         if self.name == "forward":

@@ -34,9 +34,18 @@ from pallas_flash.tiled.blockwise.heads import (
 from pallas_flash.tiled.blockwise.mask import with_block_mask
 from pallas_flash.tiled.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, each_row
-from pallas_flash.tiled.blockwise.tuning import Tiles, decode_tiles, of_calls, serialize, tiles
+from pallas_flash.tiled.blockwise.tuning import Tiles, decode_tiles, for_calls, serialize, tiles
 
-__all__ = ["Tiles", "backward", "decode_tiles", "forward", "of_calls", "second", "tangent", "tiles"]
+__all__ = [
+    "Tiles",
+    "backward",
+    "decode_tiles",
+    "for_calls",
+    "forward",
+    "second",
+    "tangent",
+    "tiles",
+]
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):

@@ -22,8 +22,8 @@ BLOCKWISE = Backend(
         copies_prompts=lambda p: p.keys <= p.queries * p.group,
     ),
     takes_row_scale=True,
-    of_gradient=lambda tiles: tiles.of_gradient(),
-    of_calls=lambda *args: blockwise.of_calls(*args),
+    for_gradient=lambda tiles: tiles.for_gradient(),
+    for_calls=lambda *args: blockwise.for_calls(*args),
     results_like=blockwise.results_like,
 )
 
@@ -31,11 +31,11 @@ BLOCKWISE = Backend(
 def blockwise_backward(log_base: LogBase, problem: Problem, x: Operands, lse, *rows) -> Gradients:
     """Gradients by blockwise, in place of kernels whose scores are in this log base."""
     scale = RowLse(lse, None).row_scale(log_base)
-    return blockwise.backward(problem, blockwise.tiles(problem).of_gradient(), x, scale, *rows)
+    return blockwise.backward(problem, blockwise.tiles(problem).for_gradient(), x, scale, *rows)
 
 
 def blockwise_tangent(log_base: LogBase, problem: Problem, x: Operands, dx, rows, o, dlse):
     """Tangents by blockwise, in place of kernels whose scores are in this log base."""
-    tiles, scale = blockwise.tiles(problem).of_gradient(), rows.row_scale(log_base)
+    tiles, scale = blockwise.tiles(problem).for_gradient(), rows.row_scale(log_base)
     do, dlse = blockwise.tangent(problem, tiles, x, dx, scale, o, dlse)
     return do.astype(o.dtype), dlse

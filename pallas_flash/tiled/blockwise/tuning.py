@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
         size = f"blocks of {queries} by {self.block_k} keys"
         return f"{size}, {heads}, in {self.dtype}{why}"
 
-    def of_gradient(self) -> "Tiles":
+    def for_gradient(self) -> "Tiles":
         """The tiles of a forward that the backward follows. It does not decode: its products round
         as the backward's do, and XLA may compute them once for both."""
         return self._replace(forward_heads=self.heads, decode=False)
@@ -214,7 +214,7 @@ def even(length: int, most: int) -> int:
     return 8 * ceil_div(ceil_div(length, ceil_div(length, most)), 8)
 
 
-def of_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
+def for_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
     """The tiles of `calls` calls of a problem side by side, as under vmap: fewer heads of each go
     at a time."""
     if not (p.is_static and isinstance(calls, int)):
