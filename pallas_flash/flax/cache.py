@@ -221,7 +221,7 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
                 f"{rows} and {(sizes['K'], sizes['H'])}."
             )
         return
-    slots = B, shape[1], heads, size
+    slots = B, *shape[1:2], heads, size
     if isinstance(cache, RollingCache) and left is None:
         raise ValueError(
             f"a {name} holds a window's tokens, which needs a causal layer with local_window_size; "
