@@ -55,7 +55,9 @@ class ColumnConsumer(DkvConsumer):
 
     def order(self, operation: str):
         """Puts the second consumer's product after the first one's."""
-        sync.named_barrier(operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP)
+        sync.named_barrier(
+            operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP_THREADS
+        )
 
     @property
     def queries(self) -> pl.Slice:

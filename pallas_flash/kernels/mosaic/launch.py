@@ -86,10 +86,10 @@ def launch(
     return [lax.pcast(x, axes, to="varying") for x in results] if axes else results
 
 
-# Warpgroups
+# ---- roles of warpgroups ----
 
 REGISTERS = 512  # of a processor, for one thread of each warpgroup
-WARPGROUP = 128  # threads
+WARPGROUP_THREADS = 128
 
 
 def named_barrier(operation: str, barrier: IntLike, num_threads: int):
