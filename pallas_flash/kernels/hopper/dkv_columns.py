@@ -55,9 +55,7 @@ class ColumnConsumer(DkvConsumer):
 
     def order(self, operation: str):
         """Puts the second consumer's product after the first one's."""
-        sync.named_barrier(
-            operation, self.ids.order, self.tiles.warpgroups * sync.WARPGROUP_THREADS
-        )
+        sync.named_barrier(operation, self.ids.order, self.tiles.warpgroups)
 
     @property
     def queries(self) -> pl.Slice:

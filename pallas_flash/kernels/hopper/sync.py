@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic.launch import WARPGROUP_THREADS, named_barrier
+from pallas_flash.kernels.mosaic.launch import named_barrier
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.tiled import schedule
 
@@ -77,7 +77,7 @@ def fence():
 def consumer_barrier(barrier: int, warpgroups: int):
     """Waits for all consumers; TMA and wgmma may then read what they wrote to shared memory."""
     fence()
-    named_barrier("sync", barrier, warpgroups * WARPGROUP_THREADS)
+    named_barrier("sync", barrier, warpgroups)
 
 
 class PingPong(NamedTuple):
@@ -95,22 +95,19 @@ class PingPong(NamedTuple):
 
     def acquire(self):
         if self.warpgroups > 1:
-            named_barrier("sync", self.first + self.wg, 2 * WARPGROUP_THREADS)
+            named_barrier("sync", self.first + self.wg, 2)
 
     def yield_turn(self):
         if self.warpgroups == 1:
             return
         # computed each time: there is no register to keep it in
         wg = lax.optimization_barrier(self.wg)
-        named_barrier(
-            "arrive",
-            self.first + jnp.where(wg < self.warpgroups - 1, wg + 1, 0),
-            2 * WARPGROUP_THREADS,
-        )
+        after = jnp.where(wg < self.warpgroups - 1, wg + 1, 0)
+        named_barrier("arrive", self.first + after, 2)
 
     def sync_self(self):
         """Waits for the consumer's own warps."""
-        named_barrier("sync", self.single + self.wg, WARPGROUP_THREADS)
+        named_barrier("sync", self.single + self.wg, 1)
 
     def finish(self):
         """Takes the turn that the last consumer has yielded in the end, as the first one."""
@@ -130,18 +127,18 @@ class Handoff(NamedTuple):
         for name, x in values.items():
             getattr(self.slots, name)[...] = x
         fence()
-        named_barrier("arrive", self.filled, 2 * WARPGROUP_THREADS)
+        named_barrier("arrive", self.filled, 2)
 
     def wait_for_release(self):
-        named_barrier("sync", self.free, 2 * WARPGROUP_THREADS)
+        named_barrier("sync", self.free, 2)
 
     def wait(self):
         """Waits, as the other one, until the arrays are there."""
-        named_barrier("sync", self.filled, 2 * WARPGROUP_THREADS)
+        named_barrier("sync", self.filled, 2)
 
     def release(self):
         """Lets the first one `put`, as the other one."""
-        named_barrier("arrive", self.free, 2 * WARPGROUP_THREADS)
+        named_barrier("arrive", self.free, 2)
 
 
 def slot(t: IntLike, stages: int):
@@ -168,9 +165,7 @@ class TmaRing(NamedTuple):
         return opaque(0) if self.stages == 1 else slot(t, self.stages)
 
     def _release_barrier(self, operation, t):
-        named_barrier(
-            operation, self.released + self._slot(t), (self.consumers + 1) * WARPGROUP_THREADS
-        )
+        named_barrier(operation, self.released + self._slot(t), self.consumers + 1)
 
     def block(self, t: IntLike):
         return jax.tree.map(lambda slots: slots.at[self._slot(t)], self.slots)

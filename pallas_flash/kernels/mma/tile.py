@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import registers, shared_memory
-from pallas_flash.kernels.mosaic.launch import WARPGROUP_THREADS, named_barrier
+from pallas_flash.kernels.mosaic.launch import named_barrier
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
 
 # of operands of 16 bits; a jax before 0.11.2 lacks them, and tiles alone are chosen there
@@ -104,7 +104,7 @@ def widen(x, stored: str, to, swizzle: int):
 def sync(warpgroups: int):
     """The warpgroups of a program wait for each other, if there are several."""
     if warpgroups > 1:  # Mosaic has barrier 0, and one for each warpgroup
-        named_barrier("sync", warpgroups + 1, warpgroups * WARPGROUP_THREADS)
+        named_barrier("sync", warpgroups + 1, warpgroups)
 
 
 class CopyRing(NamedTuple):

@@ -89,11 +89,11 @@ def launch(
 # ---- roles of warpgroups ----
 
 REGISTERS = 512  # of a processor, for one thread of each warpgroup
-WARPGROUP_THREADS = 128
 
 
-def named_barrier(operation: str, barrier: IntLike, num_threads: int):
-    """Waits ("sync") or only arrives ("arrive") at a named barrier of so many threads."""
+def named_barrier(operation: str, barrier: IntLike, warpgroups: int):
+    """Waits ("sync") or only arrives ("arrive") at a named barrier of so many warpgroups."""
+    num_threads = 128 * warpgroups
 
     # jax's GPU interpreter knows an inline function by this name and by the names that it closes
     # over.
