@@ -146,6 +146,12 @@ def test_features_lower_together(features, name, widths, monkeypatch):
         lower(TOGETHER[features].split(","), implementations(GPU[name])[0], widths)
 
 
+@pytest.mark.parametrize("head", [80, 96, 128])  # slices of 64 columns divide into 128 alone
+def test_the_backward_of_a_group_of_heads_in_parts_lowers(head, monkeypatch):
+    with limited_to(GPU["H200"], monkeypatch):
+        lower(("nothing",), "hopper", (head, head), N=4, K=1)
+
+
 DECODING = [
     ("nothing",),
     ("`query_seq_lengths`",),

@@ -267,10 +267,10 @@ def _add(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: d
     smem = consumer.memory.dq.at[consumer.wg]
     rows = pl.ds(consumer.first_key + consumer.keys.start, ROWS)
     for name, x in sums.items():
-        for first in range(0, x.shape[1], smem.shape[1]):
-            size = min(smem.shape[1], x.shape[1] - first)
+        size = smem.shape[1]
+        for first in range(0, x.shape[1], size):
             # not known to jax, or it would refuse that they hang over
             columns = pl.ds(pl.multiple_of(opaque(first), size), size)
             target = outputs[name].at[work.batch, rows, work.kv_head, columns]
-            tile.add_out(x[:, first : first + size], smem.at[:, :size], target)
+            tile.add_out(x[:, first : first + size], smem, target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

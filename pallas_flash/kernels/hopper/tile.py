@@ -159,9 +159,11 @@ def copy_out(*pairs):
 
 
 def add_out(x, smem, target):
-    """Adds x to global memory by way of `smem`, in whatever order, asynchronously."""
+    """Adds x to global memory by way of `smem`, in whatever order, asynchronously. A copy takes all
+    of `smem`: columns beyond those of x hang over the end of the array."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has left smem
-    smem[...] = x
+    columns = smem if x.shape == smem.shape else smem.at[:, : x.shape[1]]
+    columns[...] = x
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, target, reduction_op="add")
 
