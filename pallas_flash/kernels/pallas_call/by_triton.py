@@ -5,7 +5,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash.jax_support.jax_internals import mlir
@@ -28,8 +27,6 @@ def store(ref, x, inside):
     plgpu.store(ref, x, mask=inside)
 
 
-def run(call, tiles, *args):
-    """The results of a `pl.pallas_call`, compiled on a GPU and interpreted anywhere else."""
-    parameters = plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    compiled, interpreted = call(compiler_params=parameters), call(interpret=True)
-    return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
+def parameters(tiles) -> plgpu.CompilerParams | None:
+    """How a `pl.pallas_call` is compiled on a GPU; None: nowhere."""
+    return plgpu.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)

@@ -371,7 +371,11 @@ class Grid(NamedTuple):
             out_specs=[spec(axes) for _, axes in out],
             name=name,
         )
-        return lowering.run(call, self.tiles, x, *(array for array, _ in arrays))
+        args, interpreted = (x, *(array for array, _ in arrays)), call(interpret=True)
+        if (parameters := lowering.parameters(self.tiles)) is None:
+            return interpreted(*args)
+        compiled = call(compiler_params=parameters)
+        return lax.platform_dependent(*args, cuda=compiled, rocm=compiled, default=interpreted)
 
 
 def grid(problem: Problem, tiles, shape: tuple[int, ...], index, **sizes: int | None) -> Grid:
