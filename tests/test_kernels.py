@@ -270,13 +270,11 @@ LEFT_OUT = {
         is_forward=True,
     ),
     **{
-        f"hopper, forward: {what}": LeftOut(
-            "hopper", f"hopper.{where}", is_forward=True, head_size=512
-        )
+        f"hopper, forward: {what}": LeftOut("hopper", where, is_forward=True, head_size=512)
         for what, where in (
-            ("the wait for P", "sync.Handoff.wait"),
-            ("the wait until P was read", "sync.Handoff.wait_for_release"),
-            ("the fence after P and o are there", "sync.fence"),
+            ("the wait for P", "hopper.sync.Handoff.wait"),
+            ("the wait until P was read", "hopper.sync.Handoff.wait_for_release"),
+            ("the fence after P and o are there", "mosaic.tma.fence"),
         )
     },
     "hopper: the wait for a block": LeftOut("hopper", "hopper.sync.TmaRing.wait"),
@@ -290,7 +288,7 @@ LEFT_OUT = {
             ("the meetings around dQ's epilogue", "backward_dq.Consumer.sync_owners"),
         )
     },
-    "hopper: the fence after lse and delta are read": LeftOut("hopper", "hopper.sync.fence"),
+    "hopper: the fence after lse and delta are read": LeftOut("hopper", "mosaic.tma.fence"),
     "ampere: the meeting before parts of S are added": LeftOut(
         "ampere by cp.async", "mma.tile.named_barrier", is_forward=True, head_size=512
     ),
