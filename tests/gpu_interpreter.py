@@ -115,6 +115,14 @@ def hopper_kernels(detect_races: bool = False):
 
 
 @contextlib.contextmanager
+def blackwell_kernels(detect_races: bool = False):
+    """The same for `implementation="blackwell"`."""
+    is_here = (hardware.compute_capability() or 0.0) in (10.0, 10.3)
+    with _with_tma(True, 10.0), _kernels(is_here, detect_races) as races:
+        yield races
+
+
+@contextlib.contextmanager
 def ampere_kernels(detect_races: bool = False, tma: bool = False):
     """The same for `implementation="ampere"`; in the interpreter they copy by cp.async with the
     tiles of an A100, or by TMA with those of an RTX 5090, on a GPU by what it has."""
@@ -133,7 +141,9 @@ def _with_tma(tma: bool, memory_of: float | None = None):
 
 def kernels(implementation: str, **kw):
     """The same for any implementation: one that Pallas' own interpreter runs needs nothing."""
-    mosaic = dict(hopper=hopper_kernels, ampere=ampere_kernels).get(implementation)
+    mosaic = dict(hopper=hopper_kernels, blackwell=blackwell_kernels, ampere=ampere_kernels).get(
+        implementation
+    )
     return contextlib.nullcontext(Races()) if mosaic is None else mosaic(**kw)
 
 
