@@ -301,6 +301,10 @@ class Observer(Walk):
 
     def _mpmd_map(self, eqn, args, params):
         (mesh,), (jaxpr,), results = params["meshes"], params["jaxprs"], params["out_avals"]
+        if self.kernel:  # of a warpgroup's warps
+            for self.threads[mesh.axis_name] in range(WARPS):
+                self.run(jaxpr, (), args)
+            return []
         names = [f"args[{i}]" for i in range(len(args))]
         names += [f"outputs[{i}]" for i in range(len(results))]
         data = [x if x is UNKNOWN else np.asarray(x) for x in args] + [UNKNOWN] * len(results)
@@ -340,13 +344,6 @@ class Observer(Walk):
     _inline_mgpu = _wgmma_accumulator_deref = _nothing
     _async_load = _async_store_tmem = _wait_load_tmem = _commit_tmem = _nothing
     _tcgen05_commit_arrive = _nothing
-
-    def _core_map(self, eqn, args, params):
-        """The warps of a warpgroup."""
-        mesh = params["mesh"]
-        for self.threads[mesh.axis_name] in range(WARPS):
-            self.run(params["jaxpr"], args, ())
-        return []
 
     def _copy_gmem_to_smem(self, eqn, args, params):
         transforms = args[2 + params["has_barrier"] :]
