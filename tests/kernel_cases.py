@@ -17,6 +17,7 @@ from pallas_flash import masks, scores
 
 FAMILIES = {  # the implementation, and how gpu_interpreter.kernels runs it
     "hopper": ("hopper", {}),
+    "blackwell": ("blackwell", {}),
     "ampere by cp.async": ("ampere", dict(tma=False)),
     "ampere by TMA": ("ampere", dict(tma=True)),
 }

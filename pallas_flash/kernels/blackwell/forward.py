@@ -145,24 +145,26 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
     first_row = lambda i: work.tile * t.block_q + i * ROWS
     k_slot = lambda n: tma.slot(n - first, t.stages)
     v_slot = lambda n: tma.slot(n - first, t.value_stages)
+    q_columns = tma.columns(x.q, m.q.shape[2])
+    k_columns, v_columns = map(tma.columns, x.keys.arrays, (t.width, t.value_width))
 
-    def q_rows(array, i, width):
-        return tma.head_rows(array, work.batch, pl.ds(first_row(i), ROWS), work.head, width)
+    def q_rows(array, i, columns):
+        return tma.head_rows(array, work.batch, pl.ds(first_row(i), ROWS), work.head, columns)
 
     def produce():
         for i in range(t.row_tiles):
-            plgpu.copy_gmem_to_smem(q_rows(x.q, i, m.q.shape[2]), m.q.at[i], m.q_full.at[i])
+            plgpu.copy_gmem_to_smem(q_rows(x.q, i, q_columns), m.q.at[i], m.q_full.at[i])
         read = x.keys.reader(work.batch, t.block_k)
 
         def fetch(n, _):
             def copy(row, k_gmem, v_gmem):
                 rows = pl.ds(row, t.block_k)
-                for array, width, to, full, free, at, stages in (
-                    (k_gmem, t.width, m.k, m.k_full, m.k_free, k_slot(n), t.stages),
-                    (v_gmem, t.value_width, m.v, m.v_full, m.v_free, v_slot(n), t.value_stages),
+                for array, columns, to, full, free, at, stages in (
+                    (k_gmem, k_columns, m.k, m.k_full, m.k_free, k_slot(n), t.stages),
+                    (v_gmem, v_columns, m.v, m.v_full, m.v_free, v_slot(n), t.value_stages),
                 ):
                     pl.when(n - first >= stages)(functools.partial(plgpu.barrier_wait, free.at[at]))
-                    source = tma.head_rows(array, work.batch, rows, work.kv_head, width)
+                    source = tma.head_rows(array, work.batch, rows, work.kv_head, columns)
                     plgpu.copy_gmem_to_smem(source, to.at[at], full.at[at])
 
             read(blocks.index(n), copy)
