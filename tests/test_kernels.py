@@ -318,8 +318,8 @@ LEFT_OUT = {
         "ampere by TMA", "mma.tile.release", head_size=128
     ),
 }
-# The interpreter wants each arrival at a barrier seen before the next, and knows which type lies at a
-# place in tensor memory
+# The interpreter wants each arrival at a barrier seen before the next, and tensor memory read as
+# what was written there
 UNSEEN, OTHER_TYPE = "no threads observed phase", "to alias have disjoint lifetimes"
 BARRIERS = {
     "forward": dict.fromkeys(("q_full", "k_full", "v_full", "k_free", "v_free", "p_full", "o_done"))
