@@ -98,7 +98,7 @@ class Inputs(NamedTuple):
 class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
-    q: Any  # [block_q, width]
+    q: Any  # [block_q, width]; None where queries are copied straight to registers
     # [stages, block_k, width] of keys, and of values unless these are keys' columns; in a union
     # with those of sliced_k.Merge
     kv: Any
@@ -125,11 +125,11 @@ class Memory(NamedTuple):
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         kv = tuple(map(slots, widths[:count]))
         return cls(
-            q=matrix(p.dtype, t.block_q, t.width),
+            q=matrix(p.dtype, t.block_q, t.width, swizzle=t.swizzle_of_q(p.dtype)) if t.copies_q else None,
             kv=plgpu.RefUnion(kv, sliced_k.Merge.allocate(t.value_width)) if t.sliced_k else kv,
             in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
-            q_full=plgpu.Barrier() if t.tma else None,
+            q_full=plgpu.Barrier() if t.tma and t.copies_q else None,
             kv_full=full if t.tma else None,
         )
 
@@ -231,14 +231,18 @@ def _kernel(
                     tile.copy(source, target, kv.full_at(n))
 
     q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
-    pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
+    if t.copies_q:
+        pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     for n in range(t.stages - 1):
         load(blocks.first + n)
     mask = _load_mask(ops.LAYOUTS.row, at_batch, b, rows, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, ops.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
-    kv.wait_before(memory.q_full, blocks.count)
-    q = ops.load(part.of(memory.q)) if t.keeps_q else None
+    if t.copies_q:
+        kv.wait_before(memory.q_full, blocks.count)
+        q = ops.load(part.of(memory.q)) if t.keeps_q else None
+    else:
+        q = ops.load_global(q_gmem)
 
     by_warp = sliced_k.by_warp if t.sliced_k else lambda x: x
 

@@ -42,6 +42,11 @@ def load(smem):
     return plgpu.load(smem, layout=LHS)
 
 
+def load_global(gmem):
+    """A left operand, from global memory."""
+    return registers.load(gmem, LHS)
+
+
 def dot_t(a, b):
     """a b^T [16, keys], of a left operand and shared memory [keys, n]."""
     acc = plgpu.layout_cast(jnp.zeros((a.shape[0], b.shape[0]), jnp.float32), ACC)

@@ -124,6 +124,15 @@ class DecodeTiles(NamedTuple):
         return self.width <= 128
 
     @property
+    def copies_q(self) -> bool:
+        """Whether queries come to shared memory, or straight to registers, as few rows do."""
+        return not (self.sliced_k and self.keeps_q)
+
+    def swizzle_of_q(self, dtype: str) -> int:
+        """The swizzle of queries in shared memory."""
+        return min(self.swizzle, swizzle_of(dtype, (self.width,), self.block_q))
+
+    @property
     def warpgroups(self) -> int:
         return schedule.ceil_div(self.value_width, OUTPUT_COLUMNS)
 
