@@ -72,10 +72,7 @@ class Memory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
         block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
-        ordered = lambda n, arrivals=1: plgpu.Barrier(
-            num_arrivals=arrivals, num_barriers=n, orders_tensor_core=True
-        )
+        barriers, ordered = tile.barriers, tile.ordered_barriers
         n = t.row_tiles
         by_row = plgpu.SMEM((n, ROWS), jnp.float32)
         return cls(
@@ -105,7 +102,9 @@ class TensorMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
-        s_and_p = tile.scores_and_weights(t.block_k, p.dtype, t.p_over_s)
+        s_and_p = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.halves(p.dtype)
+        if forward_roles.p_over_s(t):
+            s_and_p = plgpu.RefUnion(*s_and_p)
         o = plgpu.TMEM((ROWS, t.value_width), jnp.float32)
         return cls((s_and_p,) * t.row_tiles, (o,) * t.row_tiles)
 
