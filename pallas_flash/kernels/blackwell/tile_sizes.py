@@ -7,6 +7,7 @@ from pallas_flash.kernels.mosaic.elements import SWIZZLES, row_bytes
 from pallas_flash.kernels.mosaic.tiling import Tiling
 
 ROWS = 128  # of a product, and of tensor memory
+TENSOR_COLUMNS = 512  # of 32 bits
 HALVES = 2  # of a tile's columns: a product begins when the first half of P or dS is there
 
 
@@ -37,6 +38,12 @@ class Tiles(NamedTuple):
     @property
     def block_k(self) -> int:
         return ROWS
+
+    @property
+    def p_over_s(self) -> bool:
+        """Whether P of the forward lies over S, since tensor memory has no columns for both."""
+        columns = self.row_tiles * (self.block_k + self.block_k // 2 + self.value_width)
+        return columns > TENSOR_COLUMNS
 
     @property
     def tiling(self) -> Tiling:
