@@ -16,6 +16,7 @@ number.
 
 import contextlib
 import functools
+import inspect
 import threading
 from types import SimpleNamespace
 from unittest import mock
@@ -356,12 +357,33 @@ def _inline_mgpu(self, eqn, token, values):
         return token, [jnp.int32(0)]
     if eqn.params["mgpu_fn"].__name__ == "relabel":
         return token, values
+    if eqn.params["mgpu_fn"].__name__ == "keep_bits":
+        flip = inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals["flip"]
+        return token, [_keep_bits(flip, *values)]
+    if eqn.params["mgpu_fn"].__name__ == "row_of_eight":
+        x, number = values
+        return token, [jnp.repeat(x.reshape(-1, 8)[:, number], 8)]
+    if eqn.params["mgpu_fn"].__name__ == "transpose_row_bytes":
+        return token, [_transpose_bytes(values[0])]
     if eqn.params["mgpu_fn"].__name__ == "gather":
         token, value = _call(
             self, gpu_memory.gather, token, eqn.outvars[0].aval, key=values[0], index=values[1]
         )
         return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
+
+
+def _keep_bits(flip: int, x, *words):
+    bit = jnp.arange(x.shape[1]) % 32 ^ flip
+    words = jnp.repeat(jnp.stack(words, 1), 32, 1)[:, : x.shape[1]]
+    return jnp.where(words >> bit.astype(words.dtype) & 1 == 1, x, 0)
+
+
+def _transpose_bytes(x):
+    """Of rows 8 n + i of each 32 and bytes m, with the highest first."""
+    shifts = jnp.array([24, 16, 8, 0], x.dtype)
+    each = (x[:, None] >> shifts & 0xFF).reshape(-1, 4, 8, 4)
+    return (each.transpose(0, 3, 2, 1) << shifts).sum(-1, dtype=x.dtype).reshape(-1)
 
 
 def _mma(self, eqn, token, values):

@@ -37,7 +37,23 @@ def store_rows(ref, x):
         ref[...] = x
 
 
+# mbarriers
+
+
+def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers of TMA, or of values in registers and shared memory."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+
+def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers by which products, or loads and stores of tensor memory, wait for each other."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals, orders_tensor_core=True)
+
+
 # Tensor memory
+
+TENSOR_COLUMNS = 512  # of a processor, 32 bits of each of 128 rows
+SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
 
 
 def scores_and_weights(columns: int, dtype, overlaid: bool = True):
@@ -63,6 +79,51 @@ def rescale(o, alpha):
             await_loads()
             plgpu.async_store_tmem(o.at[:, columns], x * per_row(alpha, x.shape))
         await_stores()
+
+
+def halves(dtype) -> tuple:
+    """P or dS of a tile in 16 bits, in halves of its columns."""
+    return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
+
+
+def half(number: int) -> pl.Slice:
+    """One half of the rows or columns of a tile."""
+    return pl.ds(number * (ROWS // HALVES), ROWS // HALVES)
+
+
+def dot_t(acc, a, b, accumulate: bool = False):
+    """acc = a b^T, or acc += a b^T."""
+    plgpu.tcgen05_mma(acc, a, b.transpose((1, 0)), accumulate=accumulate)
+
+
+def load(ref, columns: pl.Slice, size: int) -> list:
+    """These columns of a float32 tile, in pieces of `size`."""
+    pieces = [
+        plgpu.async_load_tmem(ref.at[:, pl.ds(columns.start + d, size)], layout=LAYOUTS.tile)
+        for d in range(0, columns.size, size)
+    ]
+    plgpu.wait_load_tmem()
+    return pieces
+
+
+def store(ref, pieces: list):
+    """Stores pieces side by side, and waits until they are there."""
+    first = 0
+    for piece in pieces:
+        plgpu.async_store_tmem(ref.at[:, pl.ds(first, piece.shape[1])], piece)
+        first += piece.shape[1]
+    plgpu.commit_tmem()
+
+
+def write(smem, ref, columns: range, factor: float = 1.0):
+    """Writes float32 sums, times a factor, to shared memory, for TMA to read: SWIZZLED_COLUMNS
+    from each of these columns on."""
+    for d in columns:
+        at = pl.ds(d, SWIZZLED_COLUMNS)
+        x = plgpu.async_load_tmem(ref.at[:, at], layout=EPILOGUE.tile)
+        smem[:, at] = (x if factor == 1.0 else x * factor).astype(smem.dtype)
+    plgpu.wait_load_tmem()
+    plgpu.commit_smem()
 
 
 def await_loads():

@@ -21,6 +21,11 @@ class Layouts(NamedTuple):
     column: Any
     columns: int = 8  # of a tile that lie in the registers as the next ones do
 
+    @property
+    def row_in_thread(self) -> bool:
+        """Whether each thread holds a row of a tile."""
+        return self.tile == plgpu.Layout.TCGEN05_TMEM_NATIVE
+
 
 def opaque(n: IntLike):
     """n, unknown to the compiler, which would compute early what depends on n, and unroll loops,
