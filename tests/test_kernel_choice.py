@@ -206,13 +206,16 @@ def test_each_gpu_is_given_its_copies_and_explain_says_what_is_padded(gpu, head,
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "capability, has_remark", [((9, 0), False), ((10, 0), True), ((10, 3), True)]
+    "capability, faster",
+    [((9, 0), None), ((10, 0), "blackwell"), ((10, 3), "blackwell"), ((11, 0), "cuDNN")],
 )
-def test_explain_says_where_mma_is_not_the_fast_way_to_multiply(capability, has_remark):
+def test_explain_says_what_multiplies_faster_than_by_mma(capability, faster):
     x = [shaped(2, 300, 4, 64)] * 3
     with as_if_on(GPUS["H200"]._replace(kind="a GPU", capability=capability)):
-        found = explain(*x, implementation="ampere")
-    assert ("remark          this GPU's tensor cores" in str(found)) == has_remark
+        named, choice = explain(*x, implementation="ampere"), explain(*x)
+    said = re.search(r"^remark +this GPU's tensor cores .* (.*use tcgen05)$", str(named), re.M)
+    assert (said and faster in said[0]) == (faster and True)
+    assert (choice.remark is None) == (faster != "cuDNN")
 
 
 @needs_interpreter

@@ -76,8 +76,9 @@ class AllTiles(NamedTuple):
         return None not in (self.dq or self.by_mma.dq, self.dkv or self.by_mma.dkv)
 
     def __str__(self):
-        by_tcgen05 = {"forward": self.forward, "dq": self.dq, "dk, dv": self.dkv}
         names = dict(forward="forward", dq="dq", dkv="dk, dv")
-        others = self.by_mma._replace(**{name: None for name in names if getattr(self, name)})
-        own = [f"{name} {t}" for name, t in by_tcgen05.items() if t]
-        return "; ".join([*own, f"by mma {others}"])
+        by_tcgen05 = {field: t for field in names if (t := getattr(self, field))}
+        by_mma = self.by_mma._replace(**dict.fromkeys(by_tcgen05))
+        each = [f"{names[field]} {t}" for field, t in by_tcgen05.items()]
+        others = str(by_mma)
+        return "; ".join([*each, *([f"by mma: {others}"] if others else [])])

@@ -35,19 +35,13 @@ def inputs(p: Problem, t, *args) -> Inputs:
     return Inputs.make(rows, p, t, *args)
 
 
-def columns(array, width: int) -> pl.Slice:
-    """`width` columns of a global array [B, length, heads, n], of which TMA reads those from n on
-    as zeros and writes nothing there. In a role of warps Mosaic lowers no multiple_of: they are
-    made before it."""
+def head_rows(array, batch, rows: pl.Slice, head, width: int):
+    """Rows of a head of a global array [B, length, heads, n]: `width` columns, of which TMA reads
+    those from n on as zeros and writes nothing there."""
     whole = array.shape[3] == width
-    # jax 0.12 refuses to know that it hangs over; 0 is a multiple of any number
-    return pl.ds(0 if whole else pl.multiple_of(opaque(0), 64), width)
-
-
-def head_rows(array, batch, rows: pl.Slice, head, width: int | pl.Slice):
-    """Rows of a head of a global array [B, length, heads, n], with `columns` of this width."""
-    some = columns(array, width) if isinstance(width, int) else width
-    return array.at[batch, rows, head, some]
+    # jax 0.12 refuses to know that it hangs over
+    columns = pl.ds(0 if whole else opaque(0) * 64, width)
+    return array.at[batch, rows, head, columns]
 
 
 def slot(t: IntLike, stages: int):
