@@ -173,5 +173,5 @@ class Correction(NamedTuple):
             o = online_softmax.finish(o, l, program.problem.kept)
             m.q[i, :, columns] = o.astype(m.q.dtype)
         plgpu.commit_smem()
-        o_gmem = program.head_rows(program.o_gmem, i, t.value_width)
-        plgpu.copy_smem_to_gmem(m.q.at[i, :, : t.value_width], o_gmem)
+        o_gmem = program.head_rows(program.o_gmem, i, m.q.shape[2])
+        plgpu.copy_smem_to_gmem(m.q.at[i], o_gmem)
