@@ -64,11 +64,10 @@ class Memory(NamedTuple):
     k_free: Any  # products -> loads
     v_free: Any
     s_full: Any  # products -> softmax
-    # for each half of P: softmax -> products; at the first half the correction arrives too
-    p_full: tuple
+    alpha_full: Any  # softmax -> correction
+    p_full: tuple  # for each half of P: softmax, and at the first the correction -> products
     p_read: Any  # products -> products
-    row_full: Any  # softmax -> correction: alpha, l in the end
-    o_full: Any  # products -> correction, in the end
+    o_full: Any  # products, and the softmax as to l -> correction, in the end
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
@@ -91,10 +90,10 @@ class Memory(NamedTuple):
             k_free=ordered(t.stages),
             v_free=ordered(t.value_stages),
             s_full=ordered(n),
+            alpha_full=ordered(n),
             p_full=tuple(ordered(n, arrivals=1 if half else 2) for half in range(HALVES)),
             p_read=ordered(n),
-            row_full=ordered(n),
-            o_full=ordered(n),
+            o_full=ordered(n, arrivals=2),
         )
 
 

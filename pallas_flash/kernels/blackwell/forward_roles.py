@@ -42,9 +42,9 @@ class Program(NamedTuple):
     def first_row(self, i: int) -> IntLike:
         return self.work.tile * self.tiles.block_q + i * ROWS
 
-    def head_rows(self, array, i: int, width: int):
-        """The rows of tile i of an array [B, T, N, n] in global memory."""
-        rows = pl.ds(self.first_row(i), ROWS)
+    def head_rows(self, array, i: int):
+        """The rows of tile i of q or o in global memory."""
+        rows, width = pl.ds(self.first_row(i), ROWS), self.memory.q.shape[2]
         return tma.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def rows_of_head(self, array, i: int):
@@ -56,8 +56,7 @@ def load(program: Program):
     """Loads Q, and K and V block by block."""
     m, t, work = program.memory, program.tiles, program.work
     for i in program.row_tiles:
-        source = program.head_rows(program.x.q, i, m.q.shape[2])
-        plgpu.copy_gmem_to_smem(source, m.q.at[i], m.q_full.at[i])
+        plgpu.copy_gmem_to_smem(program.head_rows(program.x.q, i), m.q.at[i], m.q_full.at[i])
     read = program.x.keys.reader(work.batch, t.block_k)
 
     def fetch(n, _):
@@ -141,7 +140,7 @@ class Correction(NamedTuple):
     def run(self):
         """O of the first block needs no scaling."""
         for i in self.program.row_tiles:
-            plgpu.barrier_wait(self.program.memory.row_full.at[i])
+            plgpu.barrier_wait(self.program.memory.alpha_full.at[i])
             self.arrive(i)
         schedule.loop(1, self.program.count, self.step, None)
         for i in self.program.row_tiles:
@@ -153,7 +152,7 @@ class Correction(NamedTuple):
         begun after it."""
         m = self.program.memory
         for i in self.program.row_tiles:
-            plgpu.barrier_wait(m.row_full.at[i])
+            plgpu.barrier_wait(m.alpha_full.at[i])
             alpha = plgpu.load(m.alpha.at[i], layout=tile.LAYOUTS.row)
             tile.rescale(self.program.tensor.o[i], alpha)
             self.arrive(i)
@@ -164,7 +163,6 @@ class Correction(NamedTuple):
     def write(self, i: int):
         """The epilogue: O / l, by way of the shared memory of q."""
         program, m, t = self.program, self.program.memory, self.program.tiles
-        plgpu.barrier_wait(m.row_full.at[i])
         plgpu.barrier_wait(m.o_full.at[i])
         l = plgpu.load(m.l.at[i], layout=tile.EPILOGUE.row)
         for columns in tile.column_slices(t.value_width, 64):
@@ -173,5 +171,4 @@ class Correction(NamedTuple):
             o = online_softmax.finish(o, l, program.problem.kept)
             m.q[i, :, columns] = o.astype(m.q.dtype)
         plgpu.commit_smem()
-        o_gmem = program.head_rows(program.o_gmem, i, m.q.shape[2])
-        plgpu.copy_smem_to_gmem(m.q.at[i], o_gmem)
+        plgpu.copy_smem_to_gmem(m.q.at[i], program.head_rows(program.o_gmem, i))

@@ -38,7 +38,8 @@ class Softmax(NamedTuple):
         sink = None if x.sinks is None else x.sinks[self.program.work.head]
         stats = online_softmax.start(tile.rows(0.0), p.log_base, sink, p.max_logits)
         stats = self.program.blocks.visit(self.step, stats)
-        self.hand_over(m.l, stats.l)
+        m.l[self.i] = stats.l
+        plgpu.barrier_arrive(m.o_full.at[self.i])
         written = jax.tree.leaves(statistics.finish(p, stats))
         for gmem, value in zip(self.program.stats_gmem, written, strict=True):
             tile.store_rows(self.program.rows_of_head(gmem, self.i), value)
@@ -51,7 +52,10 @@ class Softmax(NamedTuple):
         stats, alpha = online_softmax.raise_maximum(
             jnp.concatenate(s, axis=1), stats, log_base, scale, t.rescale_threshold
         )
-        self.hand_over(m.alpha, alpha)
+        # The correction has read the alpha before: it did so before P V, and S, for which this
+        # warpgroup has waited since, was begun after that.
+        m.alpha[self.i] = alpha
+        plgpu.barrier_arrive(m.alpha_full.at[self.i])
         in_half = len(pieces) // HALVES
         for number, (at, s_piece) in enumerate(zip(pieces, s, strict=True)):
             p, stats = online_softmax.weights(s_piece, stats, log_base, scale)
@@ -91,9 +95,3 @@ class Softmax(NamedTuple):
         columns, (_, halves) = self.program.tiles.columns, self.program.tensor.s_and_p[self.i]
         at = halves[half].at[:, pl.ds(number * columns, columns)]
         plgpu.async_store_tmem(at, p.astype(halves[half].dtype))
-
-    def hand_over(self, smem, by_row):
-        """Passes a value of each row to the correction. It has read the one before: it does so
-        before P V, and S, for which this warpgroup has waited since, is begun after that."""
-        smem[self.i] = by_row
-        plgpu.barrier_arrive(self.program.memory.row_full.at[self.i])
