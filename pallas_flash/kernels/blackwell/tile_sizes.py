@@ -46,6 +46,11 @@ class Tiles(NamedTuple):
         return columns > TENSOR_COLUMNS
 
     @property
+    def p_over_dp(self) -> bool:
+        """Whether P and dS of dK and dV lie over dP, since tensor memory has no columns for all."""
+        return 3 * ROWS + self.width + self.value_width > TENSOR_COLUMNS
+
+    @property
     def tiling(self) -> Tiling:
         return Tiling(self.block_q, self.block_k, self.columns, transposed=self.owns_keys)
 
