@@ -125,7 +125,9 @@ class Memory(NamedTuple):
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         kv = tuple(map(slots, widths[:count]))
         return cls(
-            q=matrix(p.dtype, t.block_q, t.width, swizzle=t.swizzle_of_q(p.dtype)) if t.copies_q else None,
+            q=matrix(p.dtype, t.block_q, t.width, swizzle=t.swizzle_of_q(p.dtype))
+            if t.copies_q
+            else None,
             kv=plgpu.RefUnion(kv, sliced_k.Merge.allocate(t.value_width)) if t.sliced_k else kv,
             in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
@@ -146,7 +148,10 @@ def forward(
     (p, rows), t = split_kv.pack_gqa(problem, x, score_mod=True), tiles
     resolved_mask, keys = _mask(problem, x.resolved_mask, t)
     rows = rows._replace(resolved_mask=resolved_mask)
-    inputs, count = _inputs(p, t, rows, keys, table, scales), schedule.ceil_div(p.queries, t.block_q)
+    inputs, count = (
+        _inputs(p, t, rows, keys, table, scales),
+        schedule.ceil_div(p.queries, t.block_q),
+    )
     splits = p.batch, t.num_splits, p.heads, count * t.block_q
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=t),

@@ -27,7 +27,9 @@ if tile.LAYOUTS:  # of operands of 16 bits, as those of tile.py
         layout(jnp.bfloat16, m_warps=1)
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)
     )
-    LAYOUTS = Layouts(tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0), columns=WARPS * 8, broadcast=ACC)
+    LAYOUTS = Layouts(
+        tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0), columns=WARPS * 8, broadcast=ACC
+    )
     # values: the rows of each warp are the keys of its columns in ACC
     VALUES = plgpu.Layout.TILED(
         mgpu.fragmented_array.Tiling(((64, 8), (32, 8), (8, 8), (2, 1))),
