@@ -62,6 +62,12 @@ def far_apart(q, k, v):
     return q, k * np.linspace(8, 0.1, k.shape[1], dtype=k.dtype)[:, None, None], v
 
 
+def growing(q, k, v):
+    """Maxima grow as blocks come from the first to the last."""
+    q, k, v = far_apart(q, k, v)
+    return q, k[:, ::-1], v
+
+
 def enormous(q, k, v):
     """Products of float32's largest numbers."""
     q, k = (np.abs(x.astype(np.float32)) * np.float32(1e25) for x in (q, k))
@@ -95,6 +101,7 @@ CASES = {
     "sinks to the ends of float32": Case(SHORT, dict(sinks=np.array([3e38, -3e38], np.float32))),
     "capped logits beyond float32": Case(SHORT, dict(logits_soft_cap=30.0), change=enormous),
     "maxima that grow": Case(sizes(131, 700, 128, N=1), change=far_apart),
+    "maxima that grow from the first block on": Case(sizes(131, 700, 128, N=1), change=growing),
     "grouped": Case(sizes(131, 257, 128, N=6, K=2), dict(scale=0.2), "float16"),
     "one query, one key": Case(sizes(1, 1, 64, N=1), ANY_ORDER),
     "heads of 11 and 72": Case(sizes(37, 53, 11, 72), ANY_ORDER),

@@ -16,8 +16,10 @@ from features import decoding
 from features.calls import (
     EXPLAINED,
     FEATURES,
+    INTERPRETED,
     TOGETHER,
     Call,
+    alone,
     arrays,
     assert_equal,
     inputs,
@@ -40,12 +42,13 @@ YES, ACCEPTED = "yes", "accepted"
 TEXT = """# What works with what
 
 Made by `tests/test_features.py`, run as its docstring says. *Yes* was run on a CPU, and its result
-compared with the dense reference. *Accepted* was **not run**: `explain` takes the call for an H200
-(`hopper`), a B200 (`blackwell`) or an A100 (`ampere`). What has run of these three are the kernels'
-own tests, in jax's GPU interpreter, and, but for `blackwell`, [94 variants on an
-H100](../scripts/results.md#an-h100). The table of transformations has no columns for them.
+compared with the dense reference: of `blackwell` in jax's GPU interpreter, one feature at a time
+with its gradients. *Accepted* was **not run**: `explain` takes the call for an H200 (`hopper`) or
+an A100 (`ampere`). What has run of these two are the kernels' own tests, in jax's GPU interpreter,
+and [94 variants on an H100](../scripts/results.md#an-h100). The table of transformations has no
+columns for the three.
 
-The features of the first table were run together, in two programs for each implementation and
+The others ran the features of the first table together, in two programs for each implementation and
 transformation: a program has all features that the implementation supports, grouped heads, a length
 that no block size divides, values whose head size is not the keys', and the log-sum-exp. Above
 heads of 256 `blockwise` computes the gradients of `blackwell` and `ampere`, and forward mode of all
@@ -88,14 +91,20 @@ def verdict(implementation: str, transformation: str) -> str:
 # ---- the file ----
 
 
+def supported(implementation: str) -> str:
+    return ACCEPTED if implementation in {*EXPLAINED} - {*INTERPRETED} else YES
+
+
 def text() -> str:
     columns = (*EXPLAINED, *RUN_HERE)
     reasons = {name: refused(name) for name in columns}
-    supported = {name: ACCEPTED if name in EXPLAINED else YES for name in columns}
-    features = {f: [reasons[i].get(f, supported[i]) for i in columns] for f in FEATURES}
+    for name in INTERPRETED:
+        for feature in tqdm([f for f in FEATURES if f not in reasons[name]], disable=None):
+            alone(name, feature)
+    features = {f: [reasons[i].get(f, supported(i)) for i in columns] for f in FEATURES}
     names = lambda columns: " | ".join(f"`{name}`" for name in columns)
     calls = {
-        row: [decoding.verdict(row, i, supported[i]) for i in columns]
+        row: [decoding.verdict(row, i, supported(i)) for i in columns]
         for row in tqdm(decoding.DECODING, disable=None)
     }
     return TEXT.format(
@@ -158,8 +167,19 @@ def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(imp
     assert refused(implementation) == {k: v for k, v in said.items() if v not in (YES, ACCEPTED)}
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
+@pytest.mark.parametrize("feature", whole_but(FEATURES, "`bias`"))
+@pytest.mark.parametrize("implementation", INTERPRETED)
+def test_a_feature_that_an_interpreted_implementation_takes_is_right_by_itself(
+    implementation, feature
+):
+    if stated("a call with")[feature][implementation] == YES:
+        alone(implementation, feature)
+
+
 OVER_CACHES = [(name, one) for name in decoding.DECODING for one in [*EXPLAINED, *RUN_HERE]]
-CHEAP = [(name, one) for name in decoding.DECODING for one in EXPLAINED]
+CHEAP = [(name, one) for name in decoding.DECODING for one in EXPLAINED if one not in INTERPRETED]
+CHEAP += [("`paged_attention`", one) for one in INTERPRETED]
 CHEAP += [(name, "blockwise") for name in [*decoding.DECODING][:3]]
 
 
@@ -167,9 +187,8 @@ CHEAP += [(name, "blockwise") for name in [*decoding.DECODING][:3]]
 def test_a_call_over_caches_is_right_as_the_table_says(name, implementation):
     if implementation in EXPLAINED and jax.__version_info__ < (0, 11, 2):
         pytest.skip("its kernels need jax 0.11.2")
-    supported = ACCEPTED if implementation in EXPLAINED else YES
     said = stated("a call over")[name][implementation]
-    assert decoding.verdict(name, implementation, supported) == said
+    assert decoding.verdict(name, implementation, supported(implementation)) == said
 
 
 EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:3]]

@@ -33,7 +33,7 @@ from kernel_cases import (
     SCORED_ABOVE_256,
     SCORES,
     drawn,
-    far_apart,
+    growing,
     has_own_kernels,
     sizes,
 )
@@ -267,6 +267,7 @@ class LeftOut(NamedTuple):
     instead: Callable = lambda *args, **kw: None
     is_forward: bool = False  # or of the backward
     options: dict = {}
+    lengths: tuple[int, int] | None = None
     head_size: int = 64
     barrier: str = ""  # of a kernel's Memory: its waits alone are left out
     error: str | None = None  # what the interpreter says where it ends before it sees the race
@@ -326,12 +327,15 @@ BARRIERS = {
         ("q_full", "k_full", "v_full", "k_free", "v_free", "p_full", "p_read", "o_full")
     )
     | dict(s_full=OTHER_TYPE, alpha_full=UNSEEN),
+    "backward_dq": dict.fromkeys(("q_full", "do_full", "k_full", "v_full", "k_free", "v_free")),
 }
+LENGTHS = {"forward": (256, 512), "backward_dq": (128, 512)}
 LEFT_OUT |= {
     f"blackwell, {kernel}: the waits for {barrier}": LeftOut(
         "blackwell",
         f"blackwell.{kernel}._kernel",
         is_forward=kernel == "forward",
+        lengths=LENGTHS[kernel],
         head_size=128,
         barrier=barrier,
         error=error,
@@ -341,7 +345,7 @@ LEFT_OUT |= {
 }
 LEFT_OUT |= {
     f"blackwell, forward: {what}": LeftOut(
-        "blackwell", where, is_forward=True, head_size=128, error=error
+        "blackwell", where, is_forward=True, lengths=(256, 512), head_size=128, error=error
     )
     for what, where, error in (
         ("the wait for O's loads by a warp", "blackwell.tile.await_loads", None),
@@ -388,8 +392,8 @@ def test_without_it_there_is_a_race(name, rng, monkeypatch):
     monkeypatch.setattr(where, instead)
     monkeypatch.setattr(gpu_interpreter, "DEADLOCK_SECONDS", 5.0)
     length = 128 * 64 // row.head_size * (4 if row.is_forward else 1)
-    lengths = (512, 512) if row.family == "blackwell" else (256, length)
-    q, k, v = far_apart(*qkv(rng, sizes(*lengths, row.head_size, N=1), jnp.bfloat16))
+    lengths = row.lengths or (256, length)
+    q, k, v = growing(*qkv(rng, sizes(*lengths, row.head_size, N=1), jnp.bfloat16))
     of_output = functools.partial(attend, row.family, **row.options)
     of_gradients = jax.grad(lambda *x: jnp.sum(of_output(*x).astype(jnp.float32)), (0, 1, 2))
     # the interpreter may also give up, where nobody has seen that a block was there, on a busy

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,8 +193,9 @@ class Call:
         return pick(lambda name: name in LEARNED), pick(lambda name: name not in LEARNED)
 
 
-# the Mosaic kernels, and a GPU for which each is explained
+# the Mosaic kernels, and a GPU for which each is explained; those that run in jax's interpreter too
 EXPLAINED = {"hopper": "H200", "blackwell": "B200", "ampere": "A100-80GB"}
+INTERPRETED = ("blackwell",)
 
 
 def refused(implementation: str) -> dict[str, str]:
@@ -209,6 +212,19 @@ def refused(implementation: str) -> dict[str, str]:
     return reasons
 
 
+def alone(implementation: str, feature: str):
+    """Output, log-sum-exp and gradients with a feature by itself are right in jax's GPU
+    interpreter."""
+    run = lambda name, x: (call := Call(name, (feature,))).gradients_and_outputs(call.used(x))
+    x = inputs(implementation)
+    with gpu_interpreter.kernels(implementation):
+        found = jax.block_until_ready(jax.jit(functools.partial(run, implementation))(x))
+    wide = {
+        name: a.astype(jnp.float32) if a.dtype == x["query"].dtype else a for name, a in x.items()
+    }
+    assert_equal(found, run("reference", wide), feature, TOLERANCE["bfloat16"])
+
+
 def reason(error: NotImplementedError) -> str:
     found = re.search(r"cannot run this call: (.*)\. The call: ", str(error))
     return found.group(1) if found else str(error)
@@ -222,9 +238,9 @@ def inputs(implementation: str):
 TOLERANCE = dict(float32=6e-5, bfloat16=3e-2)
 
 
-def assert_equal(got, expected, features):
+def assert_equal(got, expected, features, tolerance=None):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         size = max(1, np.max(np.abs(b), where=np.isfinite(b), initial=0))
-        tolerance = TOLERANCE[str(a.dtype)] * size
+        each = (tolerance or TOLERANCE[str(a.dtype)]) * size
         a = np.asarray(a, np.float32)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance, err_msg=str(features))
+        np.testing.assert_allclose(a, b, rtol=0, atol=each, err_msg=str(features))

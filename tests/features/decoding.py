@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
-from features.calls import EXPLAINED, assert_equal, reason
+from features.calls import EXPLAINED, INTERPRETED, assert_equal, reason
 
 from pallas_flash import explain, explain_paged, flash_attention, merge_attention, paged_attention
 from pallas_flash.accounting import GPUS
@@ -133,15 +134,17 @@ COPIES, REGULAR = ", of a copy", ", by the regular forward"
 def verdict(name: str, implementation: str, supported: str) -> str:
     """`supported` and how, or why an implementation refuses the call. It is run unless it is only
     explained, for a GPU."""
-    gpu = EXPLAINED.get(implementation)
+    gpu, is_run = EXPLAINED.get(implementation), implementation not in {*EXPLAINED} - {*INTERPRETED}
     case = DECODING[name]("bfloat16" if gpu else "float32")
     try:
         with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
             found = case.explain(**case.arguments, implementation=implementation)
-        if not gpu:
+        if is_run:
             static = {n: x for n, x in case.arguments.items() if x is None or isinstance(x, int)}
             run = functools.partial(case.run, **static, implementation=implementation)
-            got = jax.jit(run)(**{n: x for n, x in case.arguments.items() if n not in static})
+            arrays = {n: x for n, x in case.arguments.items() if n not in static}
+            with gpu_interpreter.kernels(implementation):
+                got = jax.block_until_ready(jax.jit(run)(**arrays))
             plain = functools.partial(case.plain, implementation="reference")
             assert_equal(got, plain(**case.plain_arguments), (name, implementation))
     except NotImplementedError as error:
