@@ -72,6 +72,58 @@ def shared_memory(folder: pathlib.Path, kind: str, capability: str, kilobytes: s
     gpu_code.compiled(gpu, _tangent(without_mask), *x[:5] * 2)
 
 
+def roles(folder: pathlib.Path, gpu: str, head: str):
+    """Prints each role of the Blackwell kernels: its kernel, the registers that setmaxnreg leaves
+    it, and those that its code uses."""
+    gradient = _gradient(functools.partial(_attend("blackwell"), is_causal=True), 3)
+    gpu_code.compiled(_gpus()[gpu], gradient, *[_shape(1, 512, 2, int(head))] * 3)
+    gpu_code.kernels(folder, "flash_attention_")  # which assembles them
+    for cubin in folder.glob("*.cubin"):
+        sass = gpu_code._run("nvdisasm", "-c", cubin).stdout
+        name = re.search(r"\.text\.(\w+)_mosaic_gpu_kernel", sass).group(1)
+        for limit, used in registers_of_roles(sass):
+            print(name, limit, used)
+
+
+def registers_of_roles(sass: str) -> list[tuple[int, int]]:
+    """Of each setmaxnreg in a kernel that nvdisasm lists: its number, and how many registers the
+    code uses that a warp may reach from there, wherever it lies."""
+    code, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            labels[label.group(1)] = len(code)
+        elif instruction := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
+            code.append(instruction.group(1))
+
+    def following(at: int) -> list[int]:
+        """The instructions that may come after one."""
+        always = re.match(r"(EXIT|RET|BRA|BRX)\b(?!.*\b!?U?P\d)", code[at])
+        targets = [labels[name] for name in re.findall(r"\((\.L\w+)\)", code[at])]
+        assert targets or not re.search(r"\bBRX|\bJMX", code[at]), "an indirect branch"
+        return targets if always else [*targets, at + 1]
+
+    found = []
+    for start, instruction in enumerate(code):
+        if limit := re.search(r"USETMAXREG.*\b0x(\w+)", instruction):
+            reached, todo = set(), [start + 1]
+            while todo:
+                if (at := todo.pop()) not in reached and at < len(code):
+                    reached.add(at)
+                    todo += following(at)
+            found.append((int(limit.group(1), 16), max(_registers(code[at]) for at in reached)))
+    return found
+
+
+def _registers(instruction: str) -> int:
+    """The highest register that an instruction names, and those that follow it as one value, from
+    1 on."""
+    numbers = [int(n) for n in re.findall(r"\bR(\d+)\b", instruction)]
+    words = re.search(r"(?:LDTM|STTM)\S*\.x(\d+)", instruction)
+    bits = re.search(r"^(?:@!?U?P\w+ )?(?:LD|ST)\S*\.(64|128)\b", instruction)
+    size = int(words.group(1)) if words else int(bits.group(1)) // 32 if bits else 1
+    return max(numbers, default=-1) + size
+
+
 def collectives(folder: pathlib.Path, implementation: str):
     """Prints the collectives on a mesh of data and heads, then those of a ring, and the order of
     its sends and products in each step."""

@@ -205,6 +205,16 @@ def test_the_loops_by_mma_are_tight(gpu, head):
             assert memory <= (1.15 if name == "dk_dv" else 1), (name, memory)
 
 
+@pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
+@pytest.mark.parametrize("gpu, head", whole_but([("B200", 128), ("B300", 64)]))
+def test_each_role_of_a_blackwell_kernel_uses_the_registers_that_it_has(gpu, head, tmp_path):
+    printed = run_program("roles", tmp_path, gpu, str(head))
+    roles = [line.split() for line in printed.splitlines()]
+    kernels = [f"flash_attention_{name}" for name in ("dk_dv", "dq", "forward")]
+    assert sorted({name for name, *_ in roles}) == kernels
+    assert all(int(used) <= int(limit) for _, limit, used in roles), printed
+
+
 DECODING = {  # a score_mod reads the head of a row; the values of MLA are columns of the keys
     ("hopper", "H200", 64, 64, ""): 402,  # by TMA
     ("hopper", "H200", 128, 128, ""): 531,
