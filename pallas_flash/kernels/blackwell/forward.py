@@ -228,7 +228,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
             places, pieces = whole.split(t.columns), []
             for piece, place in zip(s, places, strict=True):
                 piece, scale = head.modify(piece, place)
-                pieces.append(jnp.where(mask.visible(place), piece, -jnp.inf) if masked else piece)
+                pieces.append(mask.select(place)(piece, -jnp.inf) if masked else piece)
             stats, alpha = online_softmax.raise_maximum(
                 jnp.concatenate(pieces, axis=1), stats, p.log_base, scale, t.rescale_threshold
             )
