@@ -359,6 +359,14 @@ def _inline_mgpu(self, eqn, token, values):
         return token, values
     if compute := _ROW_BITS.get(eqn.params["mgpu_fn"].__name__):
         return token, [compute(inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals, *values)]
+    if eqn.params["mgpu_fn"].__name__ == "columns_by_warp":
+        x = values[0]  # 8 columns of 32 for each of four warps
+        by_warp = x.reshape(len(x), -1, 4, 8).transpose(2, 0, 1, 3)
+        return token, [by_warp.reshape(4 * len(x), -1)]
+    if eqn.params["mgpu_fn"].__name__ == "dot_by_warp":
+        acc, a, b = (x.astype(jnp.float32) for x in values)
+        a, b = a.reshape(4, 16, -1), b.reshape(-1, 4, 8, b.shape[1]).swapaxes(0, 1)
+        return token, [acc + (a @ b.reshape(4, -1, b.shape[-1])).reshape(acc.shape)]
     if eqn.params["mgpu_fn"].__name__ == "gather":
         key, *index = values
         token, value = _call(

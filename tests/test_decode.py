@@ -259,4 +259,7 @@ def test_at_least_48_kb_of_loads_are_in_flight_and_shared_memory_holds_them(gpu,
         tiles = mma.tiles(explain(q, k, k, implementation="blockwise").problem).decode
     block = tiles.block_k * 2 * (tiles.width + tiles.value_width)
     assert (tiles.stages - 1) * block >= 48 << 10
-    assert tiles.stages * block + 2 * 64 * tiles.width < GPUS[gpu].shared_memory - 1024
+    assert (
+        tiles.stages * block + 2 * tiles.block_q * tiles.width * tiles.copies_q
+        < GPUS[gpu].shared_memory - 1024
+    )

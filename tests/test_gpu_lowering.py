@@ -27,6 +27,7 @@ DTYPES |= dict(sinks="float32", table="float32", mask="bool")  # the others: int
 GPU = {
     **{name: GPUS[name] for name in ("A100-80GB", "RTX-4090", "RTX-5090", "H200")},
     "B200": GPUS["H200"]._replace(kind="NVIDIA B200", capability=(10, 0)),
+    "B300": GPUS["H200"]._replace(kind="NVIDIA B300", capability=(10, 3)),
 }
 WIDTHS = [(64, 64), (128, 128), (160, 160), (192, 128), (64, 256), (256, 256)]
 ABOVE_256 = [("H200", (272, 320)), ("A100-80GB", (320, 64)), *itertools.product(GPU, [(512, 512)])]
@@ -136,7 +137,8 @@ def lower(features, implementation, widths, what=everything, **more):
 
 
 def implementations(gpu) -> list[str]:
-    return ["hopper", "ampere"] if gpu.capability == (9, 0) else ["ampere"]
+    first = {(9, 0): ["hopper"], (10, 0): ["blackwell"], (10, 3): ["blackwell"]}
+    return [*first.get(gpu.capability, []), "ampere"]
 
 
 @pytest.mark.parametrize("name, widths", GPU_WIDTHS, ids=str)

@@ -224,14 +224,16 @@ def _inverse(l):
     return 1.0 / jnp.where(l == 0, 1.0, l)
 
 
-def merge(parts: Sequence[SoftmaxState], log_base: LogBase):
+def merge(parts: Sequence[SoftmaxState], log_base: LogBase, differentiable: bool = True):
     """Merges the states of the same rows over several sets of keys: the share of each set in the
     softmax of all, by which its output is multiplied before all are added, and the SoftmaxState of
-    all. It has a top if the first part has one."""
+    all. It has a top if the first part has one. Inside kernels, which know no stop_gradient, it is
+    not differentiable."""
     # part by part: along an axis of their array XLA would compute a sum of each maximum, in a
     # kernel of its own
     maxima, sums = zip(*map(_with_sum, parts), strict=True)
-    highest = lax.stop_gradient(functools.reduce(jnp.maximum, maxima))
+    highest = functools.reduce(jnp.maximum, maxima)
+    highest = lax.stop_gradient(highest) if differentiable else highest
     sums = [l * log_base.power(m - highest) for m, l in zip(maxima, sums, strict=True)]
     total, top = functools.reduce(operator.add, sums), None
     if parts[0].top is not None:

@@ -1,14 +1,18 @@
-"""The primitives of the Blackwell kernels: values in registers, tensor memory, roles of warps."""
+"""The primitives of the Blackwell kernels: values in registers, tensor memory, rings of blocks,
+roles of warps."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS
-from pallas_flash.kernels.mosaic.registers import Layouts
+from pallas_flash.kernels.mosaic import tma
+from pallas_flash.kernels.mosaic.registers import Layouts, per_row, some_below_one
 
 NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
 LAYOUTS = Layouts(tile=NATIVE, row=NATIVE.reduce(1), column=NATIVE.reduce(0))
@@ -25,13 +29,101 @@ def rows(value: float):
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUTS.row)
 
 
+def store_rows(ref, x):
+    """Stores a value of each row to global memory."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:  # jax 0.11
+        ref[...] = x
+
+
+# mbarriers
+
+
+def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers of TMA, or of values in registers and shared memory."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+
+def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers by which products, or loads and stores of tensor memory, wait for each other."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals, orders_tensor_core=True)
+
+
 # Tensor memory
 
+TENSOR_COLUMNS = 512  # of a processor, 32 bits of each of 128 rows
+SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
 
-def scores_and_weights(columns: int, dtype):
-    """S in float32 and, over it, P in 16 bits, in halves of its columns."""
+
+def scores_and_weights(columns: int, dtype, overlaid: bool = True):
+    """S in float32, and P in 16 bits in halves of its columns, which lie over S if `overlaid`."""
     half = plgpu.TMEM((ROWS, columns // HALVES), dtype, packed=True)
-    return plgpu.RefUnion(plgpu.TMEM((ROWS, columns), jnp.float32), (half,) * HALVES)
+    s, p = plgpu.TMEM((ROWS, columns), jnp.float32), (half,) * HALVES
+    return plgpu.RefUnion(s, p) if overlaid else (s, p)
+
+
+def column_slices(width: int, size: int) -> list[pl.Slice]:
+    """The columns of a matrix, `size` at a time."""
+    return [pl.ds(first, min(size, width - first)) for first in range(0, width, size)]
+
+
+def rescale(o, alpha):
+    """Multiplies O [128, n] in tensor memory by alpha [128], at most 1, of each row; each warp does
+    only if one of its rows asks for it, and without waiting for other warps."""
+
+    @pl.when(some_below_one(alpha, LAYOUTS.row) > 0)
+    def _():
+        for columns in column_slices(o.shape[1], 32):
+            x = plgpu.async_load_tmem(o.at[:, columns], layout=LAYOUTS.tile)
+            await_loads()
+            plgpu.async_store_tmem(o.at[:, columns], x * per_row(alpha, x.shape))
+        await_stores()
+
+
+def halves(dtype) -> tuple:
+    """P or dS of a tile in 16 bits, in halves of its columns."""
+    return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
+
+
+def half(number: int) -> pl.Slice:
+    """One half of the rows or columns of a tile."""
+    return pl.ds(number * (ROWS // HALVES), ROWS // HALVES)
+
+
+def dot_t(acc, a, b, accumulate: bool = False):
+    """acc = a b^T, or acc += a b^T."""
+    plgpu.tcgen05_mma(acc, a, b.transpose((1, 0)), accumulate=accumulate)
+
+
+def load(ref, columns: pl.Slice, size: int) -> list:
+    """These columns of a float32 tile, in pieces of `size`."""
+    pieces = [
+        plgpu.async_load_tmem(ref.at[:, pl.ds(columns.start + d, size)], layout=LAYOUTS.tile)
+        for d in range(0, columns.size, size)
+    ]
+    plgpu.wait_load_tmem()
+    return pieces
+
+
+def store(ref, pieces: list):
+    """Stores pieces side by side, and waits until they are there."""
+    first = 0
+    for piece in pieces:
+        plgpu.async_store_tmem(ref.at[:, pl.ds(first, piece.shape[1])], piece)
+        first += piece.shape[1]
+    plgpu.commit_tmem()
+
+
+def write(smem, ref, columns: range, factor: float = 1.0):
+    """Writes float32 sums, times a factor, to shared memory, for TMA to read: SWIZZLED_COLUMNS
+    from each of these columns on."""
+    for d in columns:
+        at = pl.ds(d, SWIZZLED_COLUMNS)
+        x = plgpu.async_load_tmem(ref.at[:, at], layout=EPILOGUE.tile)
+        smem[:, at] = (x if factor == 1.0 else x * factor).astype(smem.dtype)
+    plgpu.wait_load_tmem()
+    plgpu.commit_smem()
 
 
 def await_loads():
@@ -52,6 +144,41 @@ def await_stores():
         mgpu.utils.inline_ptx("tcgen05.wait::st.sync.aligned;")
 
     tcgen05_wait_st()
+
+
+# Blocks in shared memory
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory for `count` blocks, numbered from 0 on, which TMA fills and products
+    read."""
+
+    smem: Any  # [stages, rows, width]
+    full: Any  # an mbarrier for each slot
+    free: Any
+    count: IntLike
+
+    def slot(self, n: IntLike) -> IntLike:
+        return tma.slot(n, self.smem.shape[0])
+
+    def block(self, n: IntLike):
+        return self.smem.at[self.slot(n)]
+
+    def fill(self, n: IntLike, source):
+        """Begins to load block n, once its slot is free."""
+        at = self.slot(n)
+        pl.when(n >= self.smem.shape[0])(lambda: plgpu.barrier_wait(self.free.at[at]))
+        plgpu.copy_gmem_to_smem(source, self.smem.at[at], self.full.at[at])
+
+    def wait(self, n: IntLike):
+        """Waits until block n is there."""
+        plgpu.barrier_wait(self.full.at[self.slot(n)])
+
+    def release(self, n: IntLike):
+        """Frees the slot of block n after the products that this thread has begun, if another block
+        waits for it."""
+        free = lambda: plgpu.tcgen05_commit_arrive(self.free.at[self.slot(n)])
+        pl.when(n + self.smem.shape[0] < self.count)(free)
 
 
 # Roles

@@ -3,7 +3,7 @@
 import functools
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels.blackwell import forward
+from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
 from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import shared_memory
@@ -16,13 +16,15 @@ SHARED = hardware.SHARED_KB[10.0] << 10  # bytes of shared memory of a program
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
     by_mma = mma.tiles(problem)
-    forward = None if by_mma.decode else _forward(problem)
-    return AllTiles(forward, None, None, by_mma)
+    forward, *backward = _tiles(problem)
+    return AllTiles(None if by_mma.decode else forward, *backward, by_mma)
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
-def _forward(p: Problem) -> Tiles | None:
-    return _row(forward.TILES, p, forward.Memory)
+def _tiles(p: Problem) -> tuple[Tiles | None, ...]:
+    """The rows of the forward, of dQ, and of dK and dV."""
+    tables = forward, backward_dq, backward_dkv
+    return tuple(_row(table.TILES, p, table.Memory) for table in tables)
 
 
 def _row(table, p: Problem, memory) -> Tiles | None:

@@ -24,11 +24,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mma import tile
+from pallas_flash.kernels.mma import sliced_k, tile
 from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (
     OUTPUT_COLUMNS,
     ROWS,
+    WARP_ROWS,
     WIDE_BLOCK,
     DecodeTiles,
     Gpu,
@@ -36,6 +37,7 @@ from pallas_flash.kernels.mma.tile_sizes import (
     widths,
 )
 from pallas_flash.kernels.mosaic import logits, mods, shared_memory
+from pallas_flash.kernels.mosaic.elements import round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
@@ -58,7 +60,11 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
     is_wide = width > 128 or (stored and width + value_width > 128)
     most = 32 if count > 1 else WIDE_BLOCK if value_width > 128 else 32 if is_wide else ROWS
     blocks = [block_k for block_k in (ROWS, 32, WIDE_BLOCK) if block_k <= most and count <= 2]
-    for stages, block_k in [(n, k) for each in ((6, 5, 4, 3), (2,)) for k in blocks for n in each]:
+    kinds = [(block_k, False) for block_k in blocks]
+    if p.queries * p.group <= WARP_ROWS and count == 1:
+        kinds = [(ROWS, True), *kinds]
+    sizes = [(n, *kind) for each in ((6, 5, 4, 3), (2,)) for kind in kinds for n in each]
+    for stages, block_k, is_sliced in sizes:
         rows = ROWS if gpu.has_tma else min(page, block_k)
         in_slots = swizzle_of(stored or p.dtype, slices, rows * count)
         yield DecodeTiles(
@@ -71,6 +77,7 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
             swizzle_in_slots=in_slots,
             tma=gpu.has_tma,
             stored=stored,
+            sliced_k=is_sliced,
         )
 
 
@@ -91,8 +98,10 @@ class Inputs(NamedTuple):
 class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
-    q: Any  # [64, width]
-    kv: tuple  # [stages, block_k, width] of keys, and of values unless these are keys' columns
+    q: Any  # [block_q, width]; None where queries are copied straight to registers
+    # [stages, block_k, width] of keys, and of values unless these are keys' columns; in a union
+    # with those of sliced_k.Merge
+    kv: Any
     in_use: tuple  # a block of keys and one of values, or of both, widened from 8 bits to 16
     sums: Any  # of tile.SumOfParts; None with one warpgroup
     q_full: Any
@@ -114,12 +123,15 @@ class Memory(NamedTuple):
         # one serves as keys and values, unless they have two dtypes
         wide_count = 0 if not t.stored else count if dtypes[0] == dtypes[1] else 2
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
+        kv = tuple(map(slots, widths[:count]))
         return cls(
-            q=matrix(p.dtype, ROWS, t.width),
-            kv=tuple(map(slots, widths[:count])),
+            q=matrix(p.dtype, t.block_q, t.width, swizzle=t.swizzle_of_q(p.dtype))
+            if t.copies_q
+            else None,
+            kv=plgpu.RefUnion(kv, sliced_k.Merge.allocate(t.value_width)) if t.sliced_k else kv,
             in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
-            q_full=plgpu.Barrier() if t.tma else None,
+            q_full=plgpu.Barrier() if t.tma and t.copies_q else None,
             kv_full=full if t.tma else None,
         )
 
@@ -134,10 +146,13 @@ def forward(
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
     and values are pages, which have `scales` where they are in 8 bits."""
     (p, rows), t = split_kv.pack_gqa(problem, x, score_mod=True), tiles
-    resolved_mask, keys = _mask(problem, x.resolved_mask, t.block_k)
+    resolved_mask, keys = _mask(problem, x.resolved_mask, t)
     rows = rows._replace(resolved_mask=resolved_mask)
-    inputs, count = _inputs(p, t, rows, keys, table, scales), schedule.ceil_div(p.queries, ROWS)
-    splits = p.batch, t.num_splits, p.heads, count * ROWS
+    inputs, count = (
+        _inputs(p, t, rows, keys, table, scales),
+        schedule.ceil_div(p.queries, t.block_q),
+    )
+    splits = p.batch, t.num_splits, p.heads, count * t.block_q
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=t),
         inputs,
@@ -156,17 +171,17 @@ def forward(
     return split_kv.merge_splits(problem, x, o[..., : p.queries, : p.value_size], stats, p.log_base)
 
 
-def _mask(p: Problem, mask: ResolvedMask, block_k: int):
-    """The mask, with its data by query repeated for 64 rows and its data by key padded to whole
+def _mask(p: Problem, mask: ResolvedMask, t: DecodeTiles):
+    """The mask, with its data by query repeated for whole tiles and its data by key padded to whole
     blocks; and Inputs.keys."""
     if mask.start is None:
         return mask, None
-    rows = schedule.ceil_div(p.queries * p.group, ROWS) * ROWS
+    rows = round_up(p.queries * p.group, t.block_q)
     token = np.minimum(np.arange(rows, dtype=np.int32) // p.group, p.queries - 1)
     keys = schedule.key_blocks(*split_kv.intervals(p, mask), mask.contiguous, 1, axis=1)
     mask = dataclasses.replace(mask, contiguous=None)
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda x: x[:, token])
-    whole_blocks = lambda x: jnp.pad(x, ((0, 0), (0, -p.keys % block_k)))
+    whole_blocks = lambda x: jnp.pad(x, ((0, 0), (0, -p.keys % t.block_k)))
     return mask.narrow(ResolvedMask.BY_KEY, whole_blocks), jnp.stack(keys.ends, 1)
 
 
@@ -178,10 +193,10 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inp
     matrices = lambda a, n: flat(pad(a, a.shape[1], n))
     matrices = matrices if table is None else table.layout.matrices
     kv = tuple(map(matrices, kv, (t.width, t.value_width)))
-    q = flat(pad(x.query, schedule.ceil_div(p.queries, ROWS) * ROWS, t.width))
+    q = flat(pad(x.query, round_up(p.queries, t.block_q), t.width))
     in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
     scales = tuple(map(in_order, scales[:count] if t.stored else ()))
-    score_mod = mods.arrays(p, x.score, Tiling(ROWS, t.block_k, t.block_k))
+    score_mod = mods.arrays(p, x.score, Tiling(t.block_q, t.block_k, t.block_k))
     return Inputs(q, kv, keys, table, scales, x.resolved_mask, score_mod)
 
 
@@ -195,19 +210,23 @@ def _kernel(
     program, x: Inputs, o_gmem, *outputs, problem: Problem, tokens: int, tiles: DecodeTiles
 ):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
-    part, count = ColumnSlice.here(t), schedule.ceil_div(p.queries, ROWS)
+    part, count = ColumnSlice.here(t), schedule.ceil_div(p.queries, t.block_q)
+    slots, merge = memory.kv, None
+    if t.sliced_k:
+        slots, merge = slots
+    ops = sliced_k if t.sliced_k else tile
     program, number = divmod_(program, count)  # neighbours read the same keys
     pair, split = divmod_(program, t.num_splits)
     b, h = divmod_(pair, p.heads)
-    first_row = number * ROWS
-    rows = pl.ds(first_row, ROWS)
+    first_row = number * t.block_q
+    rows = pl.ds(first_row, t.block_q)
     at_batch = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda ref: ref[b])
     if x.keys is None:
         keys = schedule.known_keys(at_batch, 0, tokens - 1)
     else:
         keys = schedule.Blocks.from_table(x.keys, b)
     blocks = keys.of_size(t.block_k).split(split, t.num_splits)
-    kv = tile.CopyRing(memory.kv, memory.kv_full, t.copies, warpgroups=t.warpgroups)
+    kv = tile.CopyRing(slots, memory.kv_full, t.copies, warpgroups=t.warpgroups)
 
     def load(n):
         @pl.when((n < blocks.last) & part.is_first)
@@ -217,18 +236,24 @@ def _kernel(
                     tile.copy(source, target, kv.full_at(n))
 
     q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
-    pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
+    if t.copies_q:
+        pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     for n in range(t.stages - 1):
         load(blocks.first + n)
-    mask = _load_mask(at_batch, b, first_row, tokens, p.queries // tokens)
+    mask = _load_mask(ops.LAYOUTS.row, at_batch, b, rows, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
-    head = logits.Logits(p, tile.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
-    kv.wait_before(memory.q_full, blocks.count)
-    q = tile.load(part.of(memory.q)) if t.keeps_q else None
+    head = logits.Logits(p, ops.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
+    if t.copies_q:
+        kv.wait_before(memory.q_full, blocks.count)
+        q = ops.load(part.of(memory.q)) if t.keeps_q else None
+    else:
+        q = ops.load_global(q_gmem)
+
+    by_warp = sliced_k.by_warp if t.sliced_k else lambda x: x
 
     def step(n, carry, masked):
         o, stats = carry
-        at = head.tile(first_row, _first_key(x.kv[0], x.table, n, t), (ROWS, t.block_k))
+        at = head.tile(first_row, _first_key(x.kv[0], x.table, n, t), (t.block_q, t.block_k))
         load_scale = lambda ref: at.load_per_key(lambda keys: ref.at[b, h, keys])
         scales = [*map(load_scale, x.scales)] or [None]
         k_scale, v_scale = scales[0], scales[-1]
@@ -241,42 +266,46 @@ def _kernel(
             tile.release(tma=False)
             block = memory.in_use
         k, v = part.of(block[0]), part.of(block[-1], t.value_width)
-        s = tile.dot_t(tile.load(part.of(memory.q)) if q is None else q, k)
+        s = ops.dot_t(ops.load(part.of(memory.q)) if q is None else q, k)
         s = tile.SumOfParts(memory.sums, part.number)(n, s)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
         s, scale = head.modify(s, at)
-        visible = None
         if masked:  # the keys before `unseen` are those of the block before
             unseen, first = n * t.block_k, at.first_key
             visible = mask._replace(start=jnp.maximum(mask.start, unseen)).visible(at)
             s = jnp.where(visible, s, -jnp.inf)
-        prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
+            if v_scale is not None:  # which may be NaN at keys that no row sees
+                v_scale = jnp.where(visible, v_scale, 0.0)
+        prob, alpha, stats = online_softmax.step(by_warp(s), stats, p.log_base, scale)
         o = o * per_row(alpha, o.shape)
-        if v_scale is not None:  # which may be NaN at keys that no row sees
-            prob = prob * v_scale
-            prob = prob if visible is None else jnp.where(visible, prob, 0.0)
+        prob = prob if v_scale is None else prob * by_warp(v_scale)
         prob = tile.as_left(prob.astype(v.dtype))
         if not masked:
-            return tile.dot(o, prob, v), stats
+            return ops.dot(o, prob, v), stats
         start = jnp.maximum(keys.first, unseen)
-        return tile.dot_of_rows(o, prob, v, start - first, keys.last - first), stats
+        return ops.dot_of_rows(o, prob, v, start - first, keys.last - first), stats
 
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
     o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width // t.warpgroups), start))
-    o = online_softmax.finish(o, stats.l)
-    tile.store_rows(part.of(o_gmem.at[b, split, h, rows]), o, p.queries - first_row)
+    o_gmem = part.of(o_gmem.at[b, split, h, rows])
+    if merge is None:
+        tile.store_rows(o_gmem, online_softmax.finish(o, stats.l), p.queries - first_row)
+    else:
+        tile.release(tma=False)
+        o, stats = merge(o, stats, p.log_base)
+        tile.store(o_gmem, o)
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
         pl.when(part.is_first)(store)
 
 
-def _load_mask(mask: ResolvedMask, b, first_row: IntLike, tokens: int, group: int) -> TileMask:
-    """Loads the mask of 64 rows of batch row b; a row beyond the last counts as the last."""
-    rows, layout = pl.ds(first_row, ROWS), tile.LAYOUTS.row
+def _load_mask(layout, mask: ResolvedMask, b, rows, tokens: int, group: int) -> TileMask:
+    """Loads the mask of a slice of rows of batch row b; a row beyond the last counts as the
+    last."""
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda ref: load(ref.at[b, rows], layout))
     token = 0
     if tokens > 1:
-        token = lax.div(first_row + iota(ROWS, layout), jnp.int32(group))
+        token = lax.div(rows.start + iota(rows.size, layout), jnp.int32(group))
         token = jnp.minimum(token, tokens - 1)
         if mask.stop is None:
             # a choice between two numbers would be unsigned: Mosaic takes this from the condition

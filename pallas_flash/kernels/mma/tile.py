@@ -187,11 +187,16 @@ def dot(acc, a, b):
 
 def dot_of_rows(acc, a, b, first, last):
     """acc + a b by the rows [first, last) of b; the others may hold NaN."""
+    return plgpu.mma(acc, a, load_rows(b, RHS, first, last))
+
+
+def load_rows(smem, layout, first, last):
+    """The rows [first, last) of shared memory, and 0 for the others."""
     # an iota of two axes would be wrong: a register has two rows, and Mosaic counts two columns
-    row = iota(b.shape[0], RHS.reduce(1))
-    inside = plgpu.layout_cast(per_row((row >= first) & (row < last), b.shape), RHS)
-    b = plgpu.load(b, layout=RHS)
-    return plgpu.mma(acc, a, jnp.where(inside, b, jnp.zeros_like(b)))
+    row = iota(smem.shape[0], layout.reduce(1))
+    inside = plgpu.layout_cast(per_row((row >= first) & (row < last), smem.shape), layout)
+    x = plgpu.load(smem, layout=layout)
+    return jnp.where(inside, x, jnp.zeros_like(x))
 
 
 def dot_t(a, b, acc=None):

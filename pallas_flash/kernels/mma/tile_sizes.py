@@ -16,7 +16,8 @@ from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
-ROWS = 64  # of a program's four warps: 16 each, the rows of one mma
+WARPS, WARP_ROWS = 4, 16  # of a warpgroup, and the rows of one mma
+ROWS = WARPS * WARP_ROWS  # of a program's four warps
 OUTPUT_COLUMNS = 256  # of ROWS rows, that the registers of four warps hold
 WIDE_BLOCK = 16  # keys of a block in decoding, with values wider than 128
 
@@ -108,17 +109,35 @@ class DecodeTiles(NamedTuple):
     swizzle_in_slots: int = SWIZZLES[0]
     tma: bool = False
     stored: str | None = None  # the dtype of keys and values of 8 bits
+    # whether all warps have the same 16 rows, and each a quarter of the keys of a block
+    sliced_k: bool = False
 
-    block_q = ROWS
-    keeps_q = Tiles.keeps_q
     reads_values_in_keys = True  # where a problem's values are the keys' first columns
+
+    @property
+    def block_q(self) -> int:
+        return WARP_ROWS if self.sliced_k else ROWS
+
+    @property
+    def keeps_q(self) -> bool:
+        """Whether registers hold queries beside the sums: a thread has 32 of them."""
+        return self.width <= 128
+
+    @property
+    def copies_q(self) -> bool:
+        """Whether queries come to shared memory, or straight to registers, as few rows do."""
+        return not (self.sliced_k and self.keeps_q)
+
+    def swizzle_of_q(self, dtype: str) -> int:
+        """The swizzle of queries in shared memory."""
+        return min(self.swizzle, swizzle_of(dtype, (self.width,), self.block_q))
 
     @property
     def warpgroups(self) -> int:
         return schedule.ceil_div(self.value_width, OUTPUT_COLUMNS)
 
     def __str__(self):
-        size = f"{ROWS} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
+        size = f"{self.block_q} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
         stored = f" of {self.stored}" if self.stored else ""
         several = f", {self.warpgroups} warpgroups" if self.warpgroups > 1 else ""
         return f"{size}{stored}{several}, widths {self.width}/{self.value_width}"
@@ -145,9 +164,9 @@ class AllTiles(NamedTuple):
         return self.dq is not None
 
     def __str__(self):
-        forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
+        forward = {"forward": self.forward} if self.decode is None else {"decoding": self.decode}
         others = {"dq": self.dq, "dk, dv": self.dkv, "forward mode": self.tangent}
-        return "; ".join([forward, *(f"{name} {t}" for name, t in others.items() if t)])
+        return "; ".join(f"{name} {t}" for name, t in (forward | others).items() if t)
 
 
 def widths(problem: Problem) -> tuple[int, int]:

@@ -79,7 +79,9 @@ class Dropout(NamedTuple):
             kept = word | sum_ if self.dropped <= 128 else word & sum_
             bits = (bits >> np.uint32(1)) + (kept & in_each_byte(0x80))
         bits = row_bits.swap_halves(bits)
-        return (bits & np.uint32(0xFF00FF)) << np.uint32(8) | bits >> np.uint32(8) & np.uint32(0xFF00FF)
+        return (bits & np.uint32(0xFF00FF)) << np.uint32(8) | bits >> np.uint32(8) & np.uint32(
+            0xFF00FF
+        )
 
     def _keeps_rows(self, tile: ScoreTile):
         queries, keys = tile.shape

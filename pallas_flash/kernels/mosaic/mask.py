@@ -60,9 +60,9 @@ class TileMask(NamedTuple):
         # `columns` keys at a time: relative to the first of them the ends of an interval are
         # compared with a number that the program knows
         columns = tile.layouts.columns
-        shape = tile.shape[0], columns
-        key = per_column(tile.first_key + iota(columns, tile.layouts.column), shape)
-        relative = lambda end: per_row(end, shape) - key
+        shape, layout = (tile.shape[0], columns), tile.layouts.broadcast
+        key = per_column(tile.first_key + iota(columns, tile.layouts.column), shape, layout)
+        relative = lambda end: per_row(end, shape, layout) - key
         start = 0 if isinstance(self.start, int) and self.start == 0 else relative(self.start)
         stop = relative(self.stop)
         seen = lambda first: visible(start, stop, jnp.full(shape, first, jnp.int32))
@@ -91,6 +91,7 @@ def load_mask(
 
 
 # A dense mask, a bit for each pair of a query and a key, 32 of a row to a word
+
 
 class PackedMask(NamedTuple):
     """The bits of a mask, as the rows and columns of the scores have it: bit n % 32 of word n // 32

@@ -21,6 +21,8 @@ class Layouts(NamedTuple):
     row: Any
     column: Any
     columns: int = 8  # of a tile that lie in the registers as the next ones do
+    # the layout of a tile where Mosaic does not know it from that of its rows or columns
+    broadcast: Any = None
 
     @property
     def row_in_thread(self) -> bool:
@@ -48,14 +50,22 @@ def iota(size: int, layout):
     return iota_in_layout()
 
 
-def per_row(x, shape):
-    """A value of each row, repeated along it; a value of all rows stays as it is."""
-    return lax.broadcast_in_dim(x, shape, [0]) if jnp.ndim(x) else x
+def per_row(x, shape, layout=None):
+    """A value of each row, repeated along it; a value of all rows stays as it is. The layout of the
+    tile is needed where Mosaic does not know it from that of the rows."""
+    return _broadcast(x, shape, 0, layout)
 
 
-def per_column(x, shape):
+def per_column(x, shape, layout=None):
     """A value of each column, repeated along it; a value of all columns stays as it is."""
-    return lax.broadcast_in_dim(x, shape, [1]) if jnp.ndim(x) else x
+    return _broadcast(x, shape, 1, layout)
+
+
+def _broadcast(x, shape, axis: int, layout):
+    if not jnp.ndim(x):
+        return x
+    x = lax.broadcast_in_dim(x, shape, [axis])
+    return x if layout is None else plgpu.layout_cast(x, layout)
 
 
 def some_below_one(alpha, layout):
@@ -156,10 +166,12 @@ class ScoreTile(NamedTuple):
         return first[::-1] if self.transposed else first
 
     def per_query(self, x):
-        return (per_column if self.transposed else per_row)(x, self.shape)
+        broadcast = per_column if self.transposed else per_row
+        return broadcast(x, self.shape, self.layouts.broadcast)
 
     def per_key(self, x):
-        return (per_row if self.transposed else per_column)(x, self.shape)
+        broadcast = per_row if self.transposed else per_column
+        return broadcast(x, self.shape, self.layouts.broadcast)
 
     def query_index(self, offset: IntLike = 0):
         """The query of each score, plus an offset."""

@@ -39,8 +39,8 @@ def head_rows(array, batch, rows: pl.Slice, head, width: int):
     """Rows of a head of a global array [B, length, heads, n]: `width` columns, of which TMA reads
     those from n on as zeros and writes nothing there."""
     whole = array.shape[3] == width
-    # jax 0.12 refuses to know that it hangs over; 0 is a multiple of any number
-    columns = pl.ds(0 if whole else pl.multiple_of(opaque(0), 64), width)
+    # jax 0.12 refuses to know that it hangs over
+    columns = pl.ds(0 if whole else opaque(0) * 64, width)
     return array.at[batch, rows, head, columns]
 
 
