@@ -322,9 +322,10 @@ LEFT_OUT = {
 # what was written there
 UNSEEN, OTHER_TYPE = "no threads observed phase", "to alias have disjoint lifetimes"
 BARRIERS = {
-    "forward": dict.fromkeys(("q_full", "k_full", "v_full", "k_free", "v_free", "p_full", "o_done"))
-    | dict(s_full=OTHER_TYPE)
-    | dict.fromkeys(("o_scaled", "row_full", "row_free"), UNSEEN),
+    "forward": dict.fromkeys(
+        ("q_full", "k_full", "v_full", "k_free", "v_free", "p_full", "p_read", "o_full")
+    )
+    | dict(s_full=OTHER_TYPE, alpha_full=UNSEEN),
 }
 LEFT_OUT |= {
     f"blackwell, {kernel}: the waits for {barrier}": LeftOut(
@@ -362,8 +363,9 @@ def without_waits(kernel, barrier):
 
     def run(program, *refs, **static):
         memory, _ = refs[-1]
-        left_out, wait = getattr(memory, barrier), plgpu.barrier_wait
-        wait_for_others = lambda b: None if getattr(b, "ref", b) is left_out else wait(b)
+        left_out, wait = jax.tree.leaves(getattr(memory, barrier)), plgpu.barrier_wait
+        is_left_out = lambda b: any(getattr(b, "ref", b) is x for x in left_out)
+        wait_for_others = lambda b: None if is_left_out(b) else wait(b)
         with mock.patch.object(plgpu, "barrier_wait", wait_for_others):
             return kernel(program, *refs, **static)
 

@@ -64,19 +64,15 @@ class Memory(NamedTuple):
     k_free: Any  # products -> loads
     v_free: Any
     s_full: Any  # products -> softmax
-    # for each half of P: softmax -> products; at the first half the correction arrives too
-    p_full: tuple
+    alpha_full: Any  # softmax -> correction
+    p_full: tuple  # for each half of P: softmax, and at the first the correction -> products
     p_read: Any  # products -> products
-    row_full: Any  # softmax -> correction: alpha, l in the end
-    o_full: Any  # products -> correction, in the end
+    o_full: Any  # products, and the softmax as to l -> correction, in the end
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
         block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
-        barriers = lambda n: plgpu.Barrier(num_barriers=n)
-        ordered = lambda n, arrivals=1: plgpu.Barrier(
-            num_arrivals=arrivals, num_barriers=n, orders_tensor_core=True
-        )
+        barriers, ordered = tile.barriers, tile.ordered_barriers
         n = t.row_tiles
         by_row = plgpu.SMEM((n, ROWS), jnp.float32)
         return cls(
@@ -91,10 +87,10 @@ class Memory(NamedTuple):
             k_free=ordered(t.stages),
             v_free=ordered(t.value_stages),
             s_full=ordered(n),
+            alpha_full=ordered(n),
             p_full=tuple(ordered(n, arrivals=1 if half else 2) for half in range(HALVES)),
             p_read=ordered(n),
-            row_full=ordered(n),
-            o_full=ordered(n),
+            o_full=ordered(n, arrivals=2),
         )
 
 
@@ -106,7 +102,9 @@ class TensorMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
-        s_and_p = tile.scores_and_weights(t.block_k, p.dtype, t.p_over_s)
+        s_and_p = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.halves(p.dtype)
+        if t.p_over_s:
+            s_and_p = plgpu.RefUnion(*s_and_p)
         o = plgpu.TMEM((ROWS, t.value_width), jnp.float32)
         return cls((s_and_p,) * t.row_tiles, (o,) * t.row_tiles)
 

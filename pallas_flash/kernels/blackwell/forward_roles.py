@@ -33,18 +33,20 @@ class Program(NamedTuple):
 
     @property
     def k(self) -> tile.Ring:
-        return tile.Ring(self.memory.k, self.memory.k_full, self.memory.k_free, self.count)
+        m = self.memory
+        return tile.Ring(m.k, m.k_full, m.k_free, self.count)
 
     @property
     def v(self) -> tile.Ring:
-        return tile.Ring(self.memory.v, self.memory.v_full, self.memory.v_free, self.count)
+        m = self.memory
+        return tile.Ring(m.v, m.v_full, m.v_free, self.count)
 
     def first_row(self, i: int) -> IntLike:
         return self.work.tile * self.tiles.block_q + i * ROWS
 
-    def head_rows(self, array, i: int, width: int):
-        """The rows of tile i of an array [B, T, N, n] in global memory."""
-        rows = pl.ds(self.first_row(i), ROWS)
+    def head_rows(self, array, i: int):
+        """The rows of tile i of q or o in global memory."""
+        rows, width = pl.ds(self.first_row(i), ROWS), self.memory.q.shape[2]
         return tma.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def rows_of_head(self, array, i: int):
@@ -56,8 +58,7 @@ def load(program: Program):
     """Loads Q, and K and V block by block."""
     m, t, work = program.memory, program.tiles, program.work
     for i in program.row_tiles:
-        source = program.head_rows(program.x.q, i, m.q.shape[2])
-        plgpu.copy_gmem_to_smem(source, m.q.at[i], m.q_full.at[i])
+        plgpu.copy_gmem_to_smem(program.head_rows(program.x.q, i), m.q.at[i], m.q_full.at[i])
     read = program.x.keys.reader(work.batch, t.block_k)
 
     def fetch(n, _):
@@ -108,19 +109,18 @@ class Products(NamedTuple):
     def scores(self, i: int, n: IntLike):
         """Begins S = Q K^T of block n."""
         program, m = self.program, self.program.memory
-        s, _ = program.tensor.s_and_p[i]
-        q, k = m.q.at[i, :, : program.tiles.width], program.k.block(n).transpose((1, 0))
-        plgpu.tcgen05_mma(s, q, k, accumulate=False)
+        (s, _), k = program.tensor.s_and_p[i], program.k.block(n)
+        tile.dot_t(s, m.q.at[i, :, : program.tiles.width], k)
         plgpu.tcgen05_commit_arrive(m.s_full.at[i])
 
     def accumulate(self, i: int, n: IntLike):
         """Begins O += P V of block n, by the halves of P."""
-        program, (_, halves) = self.program, self.program.tensor.s_and_p[i]
+        program = self.program
+        (_, halves), v = program.tensor.s_and_p[i], program.v.block(n)
         for half, p in enumerate(halves):
             plgpu.barrier_wait(program.memory.p_full[half].at[i])
-            keys = pl.ds(half * p.shape[1], p.shape[1])
-            v = program.v.block(n).at[keys]
-            plgpu.tcgen05_mma(program.tensor.o[i], p, v, accumulate=True if half else n > 0)
+            accumulate = True if half else n > 0
+            plgpu.tcgen05_mma(program.tensor.o[i], p, v.at[tile.half(half)], accumulate=accumulate)
 
     def await_p_read(self, i: int):
         """Waits until P V has read the P that the next S overwrites. Both run in the order in which
@@ -141,7 +141,7 @@ class Correction(NamedTuple):
     def run(self):
         """O of the first block needs no scaling."""
         for i in self.program.row_tiles:
-            plgpu.barrier_wait(self.program.memory.row_full.at[i])
+            plgpu.barrier_wait(self.program.memory.alpha_full.at[i])
             self.arrive(i)
         schedule.loop(1, self.program.count, self.step, None)
         for i in self.program.row_tiles:
@@ -153,7 +153,7 @@ class Correction(NamedTuple):
         begun after it."""
         m = self.program.memory
         for i in self.program.row_tiles:
-            plgpu.barrier_wait(m.row_full.at[i])
+            plgpu.barrier_wait(m.alpha_full.at[i])
             alpha = plgpu.load(m.alpha.at[i], layout=tile.LAYOUTS.row)
             tile.rescale(self.program.tensor.o[i], alpha)
             self.arrive(i)
@@ -164,7 +164,6 @@ class Correction(NamedTuple):
     def write(self, i: int):
         """The epilogue: O / l, by way of the shared memory of q."""
         program, m, t = self.program, self.program.memory, self.program.tiles
-        plgpu.barrier_wait(m.row_full.at[i])
         plgpu.barrier_wait(m.o_full.at[i])
         l = plgpu.load(m.l.at[i], layout=tile.EPILOGUE.row)
         for columns in tile.column_slices(t.value_width, 64):
@@ -173,5 +172,4 @@ class Correction(NamedTuple):
             o = online_softmax.finish(o, l, program.problem.kept)
             m.q[i, :, columns] = o.astype(m.q.dtype)
         plgpu.commit_smem()
-        o_gmem = program.head_rows(program.o_gmem, i, t.value_width)
-        plgpu.copy_smem_to_gmem(m.q.at[i, :, : t.value_width], o_gmem)
+        plgpu.copy_smem_to_gmem(m.q.at[i], program.head_rows(program.o_gmem, i))

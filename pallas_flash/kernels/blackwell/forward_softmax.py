@@ -38,7 +38,8 @@ class Softmax(NamedTuple):
         sink = None if x.sinks is None else x.sinks[self.program.work.head]
         stats = online_softmax.start(tile.rows(0.0), p.log_base, sink, p.max_logits)
         stats = self.program.blocks.visit(self.step, stats)
-        self.hand_over(m.l, stats.l)
+        m.l[self.i] = stats.l
+        plgpu.barrier_arrive(m.o_full.at[self.i])
         written = jax.tree.leaves(statistics.finish(p, stats))
         for gmem, value in zip(self.program.stats_gmem, written, strict=True):
             tile.store_rows(self.program.rows_of_head(gmem, self.i), value)
@@ -46,20 +47,23 @@ class Softmax(NamedTuple):
     def step(self, n: IntLike, stats: SoftmaxState, masked: bool):
         """P of the block at position n, and alpha, by which the correction scales O."""
         t, m, log_base = self.program.tiles, self.program.memory, self.program.problem.log_base
-        pieces = self.pieces(n)
+        pieces, (_, p_tmem) = self.pieces(n), self.program.tensor.s_and_p[self.i]
         s, scale = self.scores(pieces, masked)  # [128, columns] each
         stats, alpha = online_softmax.raise_maximum(
             jnp.concatenate(s, axis=1), stats, log_base, scale, t.rescale_threshold
         )
-        self.hand_over(m.alpha, alpha)
-        in_half = len(pieces) // HALVES
-        for number, (at, s_piece) in enumerate(zip(pieces, s, strict=True)):
-            p, stats = online_softmax.weights(s_piece, stats, log_base, scale)
-            half, n_piece = divmod(number, in_half)
-            self.store(half, n_piece, self.logits.drop(p, at))
-            if n_piece == in_half - 1:
-                plgpu.commit_tmem()
-                plgpu.barrier_arrive(m.p_full[half].at[self.i])
+        # The correction has read the alpha before: it did so before P V, and S, for which this
+        # warpgroup has waited since, was begun after that.
+        m.alpha[self.i] = alpha
+        plgpu.barrier_arrive(m.alpha_full.at[self.i])
+        count = len(pieces) // HALVES
+        for half in range(HALVES):
+            p = []
+            for at, x in list(zip(pieces, s, strict=True))[half * count :][:count]:
+                x, stats = online_softmax.weights(x, stats, log_base, scale)
+                p.append(self.logits.drop(x, at).astype(self.program.problem.dtype))
+            tile.store(p_tmem[half], 0, p)
+            plgpu.barrier_arrive(m.p_full[half].at[self.i])
         return stats
 
     def pieces(self, n: IntLike) -> list[ScoreTile]:
@@ -71,26 +75,10 @@ class Softmax(NamedTuple):
 
     def scores(self, pieces: list[ScoreTile], masked: bool):
         """The logits of each piece, once S is there, and a factor that they omit."""
-        columns, (s_tmem, _) = self.program.tiles.columns, self.program.tensor.s_and_p[self.i]
-        plgpu.barrier_wait(self.program.memory.s_full.at[self.i])
-        loaded = [
-            plgpu.async_load_tmem(s_tmem.at[:, pl.ds(d, columns)], layout=tile.LAYOUTS.tile)
-            for d in range(0, s_tmem.shape[1], columns)
-        ]
-        plgpu.wait_load_tmem()
+        program, (s_tmem, _) = self.program, self.program.tensor.s_and_p[self.i]
+        plgpu.barrier_wait(program.memory.s_full.at[self.i])
+        loaded = tile.load(s_tmem, pl.ds(0, ROWS), program.tiles.columns)
         s, scales = zip(*map(self.logits.modify, loaded, pieces), strict=True)
         if masked:
             s = [self.mask.select(at)(x, -jnp.inf) for x, at in zip(s, pieces, strict=True)]
         return s, scales[0]
-
-    def store(self, half: int, number: int, p):
-        """Begins to store piece `number` of a half of P."""
-        columns, (_, halves) = self.program.tiles.columns, self.program.tensor.s_and_p[self.i]
-        at = halves[half].at[:, pl.ds(number * columns, columns)]
-        plgpu.async_store_tmem(at, p.astype(halves[half].dtype))
-
-    def hand_over(self, smem, by_row):
-        """Passes a value of each row to the correction. It has read the one before: it does so
-        before P V, and S, for which this warpgroup has waited since, is begun after that."""
-        smem[self.i] = by_row
-        plgpu.barrier_arrive(self.program.memory.row_full.at[self.i])

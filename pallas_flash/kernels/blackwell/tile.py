@@ -4,6 +4,7 @@ roles of warps."""
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -52,15 +53,12 @@ def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
 
 # Tensor memory
 
-TENSOR_COLUMNS = 512  # of a processor, 32 bits of each of 128 rows
 SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
 
 
-def scores_and_weights(columns: int, dtype, overlaid: bool = True):
-    """S in float32, and P in 16 bits in halves of its columns, which lie over S if `overlaid`."""
-    half = plgpu.TMEM((ROWS, columns // HALVES), dtype, packed=True)
-    s, p = plgpu.TMEM((ROWS, columns), jnp.float32), (half,) * HALVES
-    return plgpu.RefUnion(s, p) if overlaid else (s, p)
+def halves(dtype) -> tuple:
+    """P of a tile, as a left operand, in halves of its columns."""
+    return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
 
 
 def column_slices(width: int, size: int) -> list[pl.Slice]:
@@ -81,9 +79,9 @@ def rescale(o, alpha):
         await_stores()
 
 
-def halves(dtype) -> tuple:
-    """P or dS of a tile in 16 bits, in halves of its columns."""
-    return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
+def in_16_bits(dtype):
+    """P or dS of a tile, as a left operand."""
+    return plgpu.TMEM((ROWS, ROWS), dtype, packed=True)
 
 
 def half(number: int) -> pl.Slice:
@@ -106,11 +104,11 @@ def load(ref, columns: pl.Slice, size: int) -> list:
     return pieces
 
 
-def store(ref, pieces: list):
-    """Stores pieces side by side, and waits until they are there."""
-    first = 0
+def store(ref, first: int, pieces: list):
+    """Stores pieces side by side, from column `first` on, and waits until they are there."""
     for piece in pieces:
-        plgpu.async_store_tmem(ref.at[:, pl.ds(first, piece.shape[1])], piece)
+        at = pl.ds(first, piece.shape[1])
+        plgpu.async_store_tmem(ref.at[:, at], piece.astype(ref.dtype))
         first += piece.shape[1]
     plgpu.commit_tmem()
 
@@ -153,22 +151,27 @@ class Ring(NamedTuple):
     """Slots in shared memory for `count` blocks, numbered from 0 on, which TMA fills and products
     read."""
 
-    smem: Any  # [stages, rows, width]
+    smem: Any  # [stages, ...], or a pytree of such arrays
     full: Any  # an mbarrier for each slot
     free: Any
     count: IntLike
 
+    @property
+    def stages(self) -> int:
+        return jax.tree.leaves(self.smem)[0].shape[0]
+
     def slot(self, n: IntLike) -> IntLike:
-        return tma.slot(n, self.smem.shape[0])
+        return tma.slot(n, self.stages)
 
     def block(self, n: IntLike):
-        return self.smem.at[self.slot(n)]
+        return jax.tree.map(lambda smem: smem.at[self.slot(n)], self.smem)
 
     def fill(self, n: IntLike, source):
         """Begins to load block n, once its slot is free."""
         at = self.slot(n)
-        pl.when(n >= self.smem.shape[0])(lambda: plgpu.barrier_wait(self.free.at[at]))
-        plgpu.copy_gmem_to_smem(source, self.smem.at[at], self.full.at[at])
+        pl.when(n >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[at]))
+        copy = lambda smem, source: plgpu.copy_gmem_to_smem(source, smem.at[at], self.full.at[at])
+        jax.tree.map(copy, self.smem, source)
 
     def wait(self, n: IntLike):
         """Waits until block n is there."""
@@ -178,7 +181,7 @@ class Ring(NamedTuple):
         """Frees the slot of block n after the products that this thread has begun, if another block
         waits for it."""
         free = lambda: plgpu.tcgen05_commit_arrive(self.free.at[self.slot(n)])
-        pl.when(n + self.smem.shape[0] < self.count)(free)
+        pl.when(n + self.stages < self.count)(free)
 
 
 # Roles

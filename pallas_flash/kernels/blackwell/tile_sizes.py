@@ -46,6 +46,11 @@ class Tiles(NamedTuple):
         return columns > TENSOR_COLUMNS
 
     @property
+    def p_over_dp(self) -> bool:
+        """Whether P and dS of dK and dV lie over dP, since tensor memory has no columns for all."""
+        return 3 * ROWS + self.width + self.value_width > TENSOR_COLUMNS
+
+    @property
     def tiling(self) -> Tiling:
         return Tiling(self.block_q, self.block_k, self.columns, transposed=self.owns_keys)
 
@@ -76,9 +81,8 @@ class AllTiles(NamedTuple):
         return None not in (self.dq or self.by_mma.dq, self.dkv or self.by_mma.dkv)
 
     def __str__(self):
+        by_tcgen05 = {"forward": self.forward, "dq": self.dq, "dk, dv": self.dkv}
         names = dict(forward="forward", dq="dq", dkv="dk, dv")
-        by_tcgen05 = {field: t for field in names if (t := getattr(self, field))}
-        by_mma = self.by_mma._replace(**dict.fromkeys(by_tcgen05))
-        each = [f"{names[field]} {t}" for field, t in by_tcgen05.items()]
-        others = str(by_mma)
-        return "; ".join([*each, *([f"by mma: {others}"] if others else [])])
+        others = self.by_mma._replace(**{name: None for name in names if getattr(self, name)})
+        own = [f"{name} {t}" for name, t in by_tcgen05.items() if t]
+        return "; ".join([*own, f"by mma {others}"])
