@@ -125,9 +125,9 @@ class Memory(NamedTuple):
         wide_count = 0 if not t.stored else count if dtypes[0] == dtypes[1] else 2
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         kv = tuple(map(slots, widths[:count]))
-        q = matrix(p.dtype, t.block_q, t.width, swizzle=t.swizzle_of_q(p.dtype))
+        q = functools.partial(shared_memory.matrix, p.dtype, t.block_q, t.width)
         return cls(
-            q=q if t.copies_q else None,
+            q=q(swizzle=t.swizzle_of_q(p.dtype)) if t.copies_q else None,
             kv=plgpu.RefUnion(kv, sliced_k.Merge.allocate(t.value_width)) if t.sliced_k else kv,
             in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,

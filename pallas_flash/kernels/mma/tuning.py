@@ -61,13 +61,13 @@ def decode_tiles(
 
 @functools.lru_cache(256)
 def _decode_tiles(p: Problem, gpu: Gpu, page: int, stored: str | None) -> DecodeTiles | None:
-    candidates = list(decode.candidates(p, gpu, page, stored))
+    candidates = lambda: decode.candidates(p, gpu, page, stored)
     fit = lambda programs: (
         lambda t: _fits(shared_memory.size(decode.Memory.allocate(p, t)), gpu, programs)
     )
     # of two programs on a multiprocessor one may multiply while the other widens 8 bits
-    in_pairs = filter(fit(2), [t for t in candidates if t.sliced_k and stored])
-    return next(itertools.chain(in_pairs, filter(fit(1), candidates)), None)
+    widening = itertools.takewhile(lambda t: t.sliced_k and t.stored, candidates())
+    return next(itertools.chain(filter(fit(2), widening), filter(fit(1), candidates())), None)
 
 
 def score_tiles(problem: Problem) -> ScoreTiles | None:
