@@ -17,6 +17,7 @@ TEXTS = {
     "pallas_flash/FEATURES.md": "features.md",
     "scripts/results.md": "results.md",
     "pallas_flash/kernels/hopper/NOTES.md": "hopper.md",
+    "pallas_flash/kernels/blackwell/NOTES.md": "blackwell.md",
     "pallas_flash/kernels/mma/NOTES.md": "mma.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",

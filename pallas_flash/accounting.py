@@ -50,11 +50,12 @@ class GPU(NamedTuple):
     l2: int  # bytes
     shared_memory: int  # bytes of a multiprocessor; a CTA can have 1024 less
     registers: int  # of a multiprocessor, 4 bytes each
+    exponentials_per_clock: int = 16  # of a multiprocessor
 
     @property
     def exponentials(self) -> float:
-        """Exponentials per second: a multiprocessor computes 16 per clock."""
-        return 16 * self.cores * self.clock
+        """Exponentials per second."""
+        return self.exponentials_per_clock * self.cores * self.clock
 
     def seconds(self, cost: Cost, dtype: str) -> dict[str, float]:
         """The seconds for which each unit is busy; float32 products are computed in float32, not
@@ -121,6 +122,19 @@ _RTX_5090 = GPU(
     shared_memory=100 << 10,
     registers=65536,
 )
+# the clock is computed: a multiprocessor does 8192 FLOP a clock
+_B200 = GPU(
+    "NVIDIA B200",
+    *FAMILIES["B200"],
+    clock=1.856e9,
+    products=2.25e15,
+    float32=75e12,
+    bandwidth=8e12,
+    memory=192 << 30,
+    l2=126 << 20,
+    shared_memory=228 << 10,
+    registers=65536,
+)
 GPUS = {
     "A100-40GB": _A100._replace(kind="NVIDIA A100-SXM4-40GB", bandwidth=1.555e12, memory=40 << 30),
     "A100-80GB": _A100,
@@ -128,6 +142,10 @@ GPUS = {
     "RTX-5090": _RTX_5090,
     "H100": _H100,
     "H200": _H100._replace(kind="NVIDIA H200", bandwidth=4.8e12, memory=141 << 30),
+    "B200": _B200,
+    "B300": _B200._replace(
+        kind="NVIDIA B300", capability=(10, 3), memory=288 << 30, exponentials_per_clock=32
+    ),
 }
 
 

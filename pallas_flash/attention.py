@@ -201,13 +201,13 @@ def flash_attention(
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i +
         query_offset + right, both inclusive; None on a side is no limit. A window is not causal by
         itself.
-      implementation: "hopper" (Mosaic GPU kernels for H100 and H200), "ampere" (Mosaic GPU kernels
-        for NVIDIA GPUs from A100 and RTX 30 on), "triton" (Pallas' Triton lowering), "blockwise"
-        (plain JAX) or "reference" (dense). A named implementation runs the call or raises. None,
-        and jax.nn's names "xla" and "cudnn", select one automatically; `explain` says which and
-        why. On a GPU these are the first three once their self-check has passed. Without a GPU
-        "triton" runs in Pallas' interpreter. "flash1" and "standard" are earlier algorithms, for
-        comparison.
+      implementation: "hopper" (Mosaic GPU kernels for H100 and H200), "blackwell" (for B200 and
+        B300), "ampere" (for NVIDIA GPUs from A100 and RTX 30 on), "triton" (Pallas' Triton
+        lowering), "blockwise" (plain JAX) or "reference" (dense). A named implementation runs the
+        call or raises. None, and jax.nn's names "xla" and "cudnn", select one automatically;
+        `explain` says which and why. On a GPU these are the first four once their self-check has
+        passed. Without a GPU "triton" runs in Pallas' interpreter. "flash1" and "standard" are
+        earlier algorithms, for comparison.
       return_residual: return (output, lse), where lse is the log-sum-exp of the logits in base e,
         float32 [*B, T, N], differentiable.
       return_max_logits: also return, last, the largest logit of each row, float32 [*B, T, N], over
@@ -253,8 +253,8 @@ def flash_attention(
         It may be called for pairs that a mask hides; the result is not used, but in "reference" its
         derivative there must be finite. Inside jax.shard_map b and h count from 0 on each device.
       value_size: Hv, with value=None: the values are the first Hv columns of key, as in a cache of
-        latents (MLA; arXiv:2405.04434). "hopper" and "ampere" then read keys once in decoding;
-        everywhere else the values are a copy of these columns.
+        latents (MLA; arXiv:2405.04434). "hopper", "blackwell" and "ampere" then read keys once in
+        decoding; everywhere else the values are a copy of these columns.
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a

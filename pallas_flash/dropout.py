@@ -58,7 +58,7 @@ def keeps(dropped: int, first, second, row, column):
 
 def of_row(first, row):
     """The part of a random word that a row determines."""
-    return _mixed(row.astype(jnp.uint32) + first)
+    return _hashed(_fold(row.astype(jnp.uint32) + first))
 
 
 def of_column(second, column):
@@ -69,8 +69,14 @@ def of_column(second, column):
 
 def word(of_row, of_column):
     """32 random bits for four weights of a row: a thread of a tensor core that holds one of them
-    holds all."""
-    return _mixed(of_row ^ of_column)
+    holds all.
+
+    The permutation of uint32 whose every bit depends on every bit, Chris Wellons' lowbias32, is
+    fold(hashed(fold(x))), where fold is its own inverse and linear. So what the permutation of a
+    row and a column have in common is computed for each of them, not for each word: fold(a ^ b) =
+    fold(a) ^ fold(b), and fold(permutation(row)) = hashed(fold(row)).
+    """
+    return _fold(_hashed(of_row ^ _fold(of_column)))
 
 
 def stays(dropped: int, word, column):
@@ -80,12 +86,13 @@ def stays(dropped: int, word, column):
     )
 
 
-def _mixed(x):
-    """A permutation of uint32 whose every bit depends on every bit of x: the lowbias32 of Chris
-    Wellons' hash prospector."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+def _fold(x):
     return x ^ (x >> np.uint32(16))
+
+
+def _hashed(x):
+    x = x * np.uint32(0x7FEB352D)
+    return (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
 
 
 def dropout_mask(

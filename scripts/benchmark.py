@@ -64,7 +64,7 @@ CASES = {
 SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # the suite has its own
 ANYWHERE = dict(kv_heads=None, causal=True, repeats=9, budget=None, out=None, quick=False)
 SLOW = ["blockwise", "jax.nn/xla"]
-FAST = ["hopper", f"hopper {DETERMINISTIC}", f"hopper {VARLEN}", "ampere", "triton"]
+FAST = ["hopper", f"hopper {DETERMINISTIC}", f"hopper {VARLEN}", "blackwell", "ampere", "triton"]
 FAST += [peer.name for peer in PEERS if peer.name not in SLOW]
 DEFAULTS = dict(
     cpu=dict(

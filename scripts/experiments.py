@@ -1,12 +1,12 @@
 """python scripts/experiments.py [NAME ...] [--dry | --once] [--budget S] [--out DIR] ...
 
-Decides between variants of the Hopper kernels on an H100 or H200. Each experiment times fields of
-their tiles beside peers, interleaved, and says what it decides; the one that may gain most comes
+Decides between variants of the kernels on an H100, H200, B200 or B300. Each experiment times fields
+of their tiles beside peers, interleaved, and says what it decides; the one that may gain most comes
 first. It is measured as a case of scripts/benchmark.py is: results are checked, each experiment has
 a process of its own, and none begins to run after the budget. A variant whose field the tiles do
 not have, or that a kernel refuses, is reported and left out.
 
-A further experiment is a row of EXPERIMENTS.
+A further experiment is a row of HOPPER or BLACKWELL.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from typing import NamedTuple
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from pallas_flash.accounting import GPUS
+from pallas_flash.accounting import GPU, GPUS
+from pallas_flash.choose import implementations
+from pallas_flash.jax_support import hardware
 from scripts.bench import gpu_code, machine, programs
 from scripts.bench.cases import Case, all_tokens, one_token
 from scripts.bench.peers import Contender, contender
@@ -80,7 +82,7 @@ def tiles(*numbers: int) -> list[str]:
 causal = functools.partial(all_tokens, 128)
 long = functools.partial(all_tokens, 128, 16384)
 grouped = functools.partial(all_tokens, 128, N=64, K=8)
-EXPERIMENTS = {
+HOPPER = {
     "backward-16384": backward(
         long(), *sections(4, 1), BY_PRODUCER, TWO, XLA_DELTA, "fa3", "jla fused"
     ),
@@ -133,11 +135,37 @@ EXPERIMENTS = {
     "decode-8": forward(one_token(8, 8192), "jax.nn/cudnn", "decode_attention"),
 }
 
+TCGEN05 = "blackwell"
+IN_FORWARD = "forward.in_order=True", "forward.rescale_threshold=0", "forward.columns=64"
+IN_BACKWARD = "dkv.in_order=True", "dkv.stages=3", "dq.stages=3"
+FIELDS = "each field: the value that is faster by 1% at heads of 64 and 128, if results stay right"
+
+
+def by_tcgen05(case: Case, passes: str, changes: tuple[str, ...]) -> Experiment:
+    variants = (f"{TCGEN05}: {change}" for change in changes)
+    return Experiment(case, passes, [TCGEN05, *variants, "jax.nn/cudnn", "tokamax"], FIELDS)
+
+
+BLACKWELL = {
+    f"{TCGEN05}-{passes}-{name}": by_tcgen05(case, passes, changes)
+    for name, case in {
+        "128": causal(4096),
+        "64": all_tokens(64, 4096),
+        "full": long(causal=False),
+        "documents": long(documents=16),
+    }.items()
+    for passes, changes in dict(forward=IN_FORWARD, backward=IN_BACKWARD).items()
+}
+EXPERIMENTS = HOPPER | BLACKWELL
+
 
 def main(argv=None) -> int:
     share_gpu()
     args = parse(argv)
-    chosen = {name: EXPERIMENTS[name] for name in args.names or EXPERIMENTS}
+    chosen = {
+        name: EXPERIMENTS[name]
+        for name in args.names or (EXPERIMENTS if args.dry else of_this_machine())
+    }
     if args.dry or args.once:
         return each(lower if args.dry else run_twice, chosen)
     if not machine.on_gpu():
@@ -146,6 +174,13 @@ def main(argv=None) -> int:
         print(f"{name:<18}{one.case}, {one.passes}; it decides: {one.decides}")
     tasks = [Task(e.case, [e.passes], [*map(contender, e.contenders)]) for e in chosen.values()]
     return Run(args, tasks, "experiments").all()
+
+
+def of_this_machine() -> list[str]:
+    """The experiments but those of another GPU's kernels."""
+    kernels = implementations.GPUS_KERNELS
+    others = {*kernels.values()} - {kernels.get(hardware.compute_capability())}
+    return [name for name, one in EXPERIMENTS.items() if one.contenders[0] not in others]
 
 
 def each(act: Callable[[Contender, Case, str], str], chosen: dict[str, Experiment]) -> int:
@@ -165,15 +200,19 @@ def each(act: Callable[[Contender, Case, str], str], chosen: dict[str, Experimen
 
 
 def lower(one: Contender, case: Case, passes: str) -> str:
-    """Lowers a contender as on an H200, which need not be here."""
+    """Lowers a contender as on a GPU with its kernels, which need not be here."""
     if one.is_peer:
         return one.missing() or "a peer, which is installed"
-    with gpu_code.as_if_on(GPUS["H200"]):
+    with gpu_code.as_if_on(gpu_for(one.name)):
         if reason := one.why_not(case):
             raise NotImplementedError(reason)
         for program in programs.traced(one, case, passes):
             program.lower(lowering_platforms=("cuda",))
     return "lowers"
+
+
+def gpu_for(contender: str) -> GPU:
+    return GPUS["B200" if contender.startswith(TCGEN05) else "H200"]
 
 
 def run_twice(one: Contender, case: Case, passes: str) -> str:
@@ -202,7 +241,7 @@ def parse(argv) -> argparse.Namespace:
     names = ", ".join(EXPERIMENTS)
     add("names", nargs="*", metavar="NAME", help=f"experiments (default: all): {names}")
     mode = parser.add_mutually_exclusive_group()
-    help = "lower every variant as on an H200, without a GPU, and run nothing"
+    help = "lower every variant as on an H200 or B200, without a GPU, and run nothing"
     mode.add_argument("--dry", action="store_true", help=help)
     help = "run each contender twice, in this process, untimed and unchecked: for a profiler"
     mode.add_argument("--once", action="store_true", help=help)

@@ -1,6 +1,6 @@
 """python scripts/generations.py [--out FILE]
 
-Counts the generations of attention, from standard attention to FlashAttention-3, on the problem of
+Counts the generations of attention, from standard attention to FlashAttention-4, on the problem of
 FlashAttention's paper (GPT-2 medium, forward and backward): FLOPs, exponentials, bytes, memory, and
 the time of these at a GPU's peak rates. Prints a table and draws it. Nothing is measured: to time
 the same implementations, run scripts/benchmark.py with --implementations. The kernels in Mosaic GPU
@@ -28,10 +28,11 @@ from scripts.bench.report import print_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
-FIRST, SECOND = "A100-40GB", "H200"  # the paper's GPU, and one that runs every generation
+# the paper's GPU, and those that run FlashAttention-3 and FlashAttention-4
+SHOWN = FIRST, SECOND, THIRD = "A100-40GB", "H200", "B200"
 PRINTED = [
-    ("the paper's standard, as printed", "", "66.6", "", "40.3", "", "41.7 measured", ""),
-    ("the paper's flash, as printed", "", "75.2", "", "4.4", "", "7.3 measured", ""),
+    ("the paper's standard, as printed", "", "66.6", "", "40.3", "", "41.7 measured", "", ""),
+    ("the paper's flash, as printed", "", "75.2", "", "4.4", "", "7.3 measured", "", ""),
 ]
 NOTE = """The paper (arXiv:2205.14135, figure 2) had a mask and dropout, kept P for the backward and
 held all of S in 16 bits, where the kernels here have S in float32. Its GFLOPs fit the products of
@@ -68,10 +69,10 @@ class Attention(NamedTuple):
         """Bytes of a float32 of each row."""
         return 4 * self.heads * self.T
 
-    def tiles(self, implementation: str) -> Any:
+    def tiles(self, implementation: str, gpu: str = SECOND) -> Any:
         q = jax.ShapeDtypeStruct((self.B, self.T, self.N, self.H), "float16")
         call = dict(is_causal=self.causal, deterministic=True, implementation=implementation)
-        with as_if_on(GPUS[SECOND]):
+        with as_if_on(GPUS[gpu]):
             return explain(q, q, q, **call).tiles
 
 
@@ -208,6 +209,18 @@ def hopper_memory(p: Attention) -> int:
     return p.rows + 4 * p.heads * -(-p.T // block_q) * block_q
 
 
+def blackwell(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """FlashAttention-4 with two kernels backward. Both tiles of a program compute all blocks that
+    it copies. m and l leave the kernel as one number, in rows of whole programs."""
+    forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
+    padded = 4 * p.heads * int(forward.row_stops()[-1])
+    reads = q + p.heads * forward.keys(p.T) * 4 * p.H
+    cost = forward.cost(forward.key_blocks(), 2, reads, q + padded, 1)
+    delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
+    # both warpgroups of dQ read lse and delta
+    return flash2(p, t, cost, delta, statistics=4 * rows)
+
+
 class Generation(NamedTuple):
     """A row of the table."""
 
@@ -215,6 +228,7 @@ class Generation(NamedTuple):
     costs: Callable  # (problem, tiles) -> Cost by kernel, of the forward and of the backward
     memory: Callable  # bytes beyond operands and results at the worst moment of either
     color: str
+    runs_on: tuple[str, ...] = SHOWN
 
 
 GENERATIONS = {
@@ -233,14 +247,23 @@ GENERATIONS = {
         "triton", triton, lambda p: p.tensor + 2 * p.rows, "#3b76af"
     ),
     "ampere (FlashAttention-2)": Generation("ampere", ampere, lambda p: 2 * p.rows, "#c1567f"),
-    "hopper (FlashAttention-3)": Generation("hopper", hopper, hopper_memory, "#9467bd"),
+    "hopper (FlashAttention-3)": Generation("hopper", hopper, hopper_memory, "#9467bd", (SECOND,)),
+    "blackwell (FlashAttention-4)": Generation(
+        "blackwell", blackwell, lambda p: 2 * p.rows, "#2a9d8f", (THIRD,)
+    ),
 }
+
+
+def counted_for(generation: Generation) -> str:
+    """The GPU whose tiles are counted."""
+    return SECOND if SECOND in generation.runs_on else THIRD
 
 
 def kernels(name: str, p: Attention) -> dict[str, Cost]:
     """Costs of the forward's and the backward's kernels, by name."""
     generation = GENERATIONS[name]
-    forward, backward = generation.costs(p, p.tiles(generation.implementation))
+    tiles = p.tiles(generation.implementation, counted_for(generation))
+    forward, backward = generation.costs(p, tiles)
     return {f"forward: {k}": cost for k, cost in forward.items()} | {
         f"backward: {k}": cost for k, cost in backward.items()
     }
@@ -254,8 +277,7 @@ def table(p: Attention) -> list[tuple[str, ...]]:
     for name, generation in GENERATIONS.items():
         costs = kernels(name, p)
         cost = total(costs)
-        gpus = [SECOND] if generation.implementation == "hopper" else [FIRST, SECOND]
-        times = {gpu: f"{GPUS[gpu].roofline(costs, 'float16') * 1e3:.2f}" for gpu in gpus}
+        time = lambda gpu, costs=costs: f"{GPUS[gpu].roofline(costs, 'float16') * 1e3:.2f}"
         rows.append(
             (
                 name,
@@ -264,13 +286,13 @@ def table(p: Attention) -> list[tuple[str, ...]]:
                 f"{cost.exponentials / 1e9:.2f}",
                 f"{cost.bytes / 1e9:.2f}",
                 f"{generation.memory(p) / 1e6:,.0f}",
-                *(times.get(gpu, "cannot run") for gpu in (FIRST, SECOND)),
+                *(time(gpu) if gpu in generation.runs_on else "cannot run" for gpu in SHOWN),
             )
         )
     return rows
 
 
-HEADER = ("", "products", "GFLOPs", "10⁹ exp", "GB", "MB extra", f"ms, {FIRST}", f"ms, {SECOND}")
+HEADER = ("", "products", "GFLOPs", "10⁹ exp", "GB", "MB extra", *(f"ms, {gpu}" for gpu in SHOWN))
 
 
 # ---- the picture ----
@@ -312,14 +334,19 @@ def draw_bytes(axes, gigabytes: dict[str, float]):
 
 def draw_units(axes, costs: dict[str, Cost]):
     width = 0.27
+    gpus = [counted_for(GENERATIONS[name]) for name in costs]
     for number, (unit, color) in enumerate(UNITS.items()):
-        ms = [GPUS[SECOND].seconds(cost, "float16")[unit] * 1e3 for cost in costs.values()]
+        each = zip(gpus, costs.values(), strict=True)
+        ms = [GPUS[gpu].seconds(cost, "float16")[unit] * 1e3 for gpu, cost in each]
         bars = axes.barh(
             np.arange(len(ms)) + (number - 1) * width, ms, width, color=color, label=unit
         )
         axes.bar_label(bars, fmt="{:.2g}", padding=3, fontsize=8)
     axes.legend(frameon=False, loc="lower right")
     axes.set(xlabel="ms", title=f"Time of each unit of an {SECOND} at its peak")
+    for number, gpu in enumerate(gpus):
+        if gpu != SECOND:
+            axes.text(2.8, number, f"of a {gpu}", va="center", fontsize=8)
 
 
 def draw_memory(axes, p: Attention):
@@ -333,7 +360,7 @@ def draw_memory(axes, p: Attention):
         xlabel="length T",
         xscale="log",
         yscale="log",
-        ylim=(None, 1e5),
+        ylim=(None, 1e6),
         ylabel="MB for one sequence",
     )
     axes.set_xticks(LENGTHS, map(str, LENGTHS))

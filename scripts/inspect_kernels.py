@@ -269,7 +269,8 @@ UNITS = """
 The cycles of each unit of a multiprocessor over those of its tensor cores, in a step of each loop
 over tiles: a unit above 1 binds it. Counted, not timed: without latencies, barriers, bank conflicts
 and what TMA writes, and on an H100 at wgmma's rate, which mma does not reach. wgmma reads its right
-operand from shared memory, and the left one where that is not in registers."""
+operand from shared memory, and the left one where that is not in registers. The products of tcgen05
+have no sizes in the code: kernels/blackwell/NOTES.md has the units of those kernels."""
 
 
 def print_units(kernels: list[dict]):
@@ -285,7 +286,7 @@ def print_units(kernels: list[dict]):
                 part = loop["from_registers"]
                 left = "mma" if part is None else f"wgmma, {part:.0%} of the left"
                 rows.append([f"{kernel['name']}, loop {i}", left, *each, bound])
-    print(UNITS if rows else "\nNo loop multiplies by tensor cores: no units to compare.")
+    print(UNITS if rows else "\nNo loop multiplies by mma or wgmma: no units to compare.")
     if rows:
         columns = "in registers", "shared memory", "issue", "exponentials", "bound by"
         print_table(["", *columns], rows)

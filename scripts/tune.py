@@ -15,12 +15,11 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-import jax
-
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash.choose import implementations
+from pallas_flash.jax_support import hardware
 from scripts.bench import clock, machine, peers, report
 from scripts.bench.cases import JVP, Case
 from scripts.bench.measure import Row, measure
@@ -38,6 +37,13 @@ VALUES = dict(
     stages=(2, 3, 4),
     value_stages=(1, 2),
     split=(False, True),
+)
+BY_TCGEN05 = dict(
+    stages=(2, 3, 4),
+    value_stages=(1, 2, 4),
+    columns=(32, 64),
+    in_order=(False, True),
+    rescale_threshold=(0, 8),
 )
 
 
@@ -127,8 +133,9 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=Help,
     )
     add = parser.add_argument
-    capability = getattr(jax.devices()[0], "compute_capability", None)  # of NVIDIA's GPUs
-    default = {None: "triton", "9.0": "hopper"}.get(capability, "ampere")
+    capability = hardware.compute_capability()  # of NVIDIA's GPUs
+    mosaic = implementations.GPUS_KERNELS.get(capability, "ampere")
+    default = mosaic if capability else "triton"
     add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")
@@ -145,8 +152,7 @@ def parse(argv) -> argparse.Namespace:
     help = "go on without a GPU, in Pallas' interpreter, whose times mean nothing"
     add("--interpret", action="store_true", help=help)
     add("--kernels", nargs="+", metavar="FIELD", help="of the tiles (default: all kernels)")
-    values = " ".join(f"{name}={','.join(map(str, values))}" for name, values in VALUES.items())
-    help = f"values to try, in place of {values}"
+    help = f"values to try, in place of {in_words(VALUES)}; for blackwell {in_words(BY_TCGEN05)}"
     add("--sweep", nargs="+", type=_values, metavar="FIELD=VALUE,...", help=help)
     help = "rounds, in each of which every candidate is timed once"
     add("--repeats", type=positive, default=5, metavar="R", help=help)
@@ -155,8 +161,17 @@ def parse(argv) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.window and args.full:
         parser.error("--window is causal; leave out --full.")
-    args.sweep = dict(args.sweep or VALUES)
+    args.sweep = dict(args.sweep or values_of(args.implementation))
     return args
+
+
+def values_of(implementation: str) -> dict[str, tuple]:
+    """The values to try in the tiles of an implementation."""
+    return BY_TCGEN05 if implementation == "blackwell" else VALUES
+
+
+def in_words(values: dict[str, tuple]) -> str:
+    return " ".join(f"{name}={','.join(map(str, each))}" for name, each in values.items())
 
 
 def _values(text: str) -> tuple[str, tuple]:

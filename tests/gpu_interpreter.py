@@ -16,6 +16,7 @@ number.
 
 import contextlib
 import functools
+import inspect
 import threading
 from types import SimpleNamespace
 from unittest import mock
@@ -115,6 +116,14 @@ def hopper_kernels(detect_races: bool = False):
 
 
 @contextlib.contextmanager
+def blackwell_kernels(detect_races: bool = False):
+    """The same for `implementation="blackwell"`."""
+    is_here = (hardware.compute_capability() or 0.0) in (10.0, 10.3)
+    with _with_tma(True, 10.0), _kernels(is_here, detect_races) as races:
+        yield races
+
+
+@contextlib.contextmanager
 def ampere_kernels(detect_races: bool = False, tma: bool = False):
     """The same for `implementation="ampere"`; in the interpreter they copy by cp.async with the
     tiles of an A100, or by TMA with those of an RTX 5090, on a GPU by what it has."""
@@ -133,7 +142,9 @@ def _with_tma(tma: bool, memory_of: float | None = None):
 
 def kernels(implementation: str, **kw):
     """The same for any implementation: one that Pallas' own interpreter runs needs nothing."""
-    mosaic = dict(hopper=hopper_kernels, ampere=ampere_kernels).get(implementation)
+    mosaic = dict(hopper=hopper_kernels, blackwell=blackwell_kernels, ampere=ampere_kernels).get(
+        implementation
+    )
     return contextlib.nullcontext(Races()) if mosaic is None else mosaic(**kw)
 
 
@@ -346,6 +357,14 @@ def _inline_mgpu(self, eqn, token, values):
         return token, [jnp.int32(0)]
     if eqn.params["mgpu_fn"].__name__ == "relabel":
         return token, values
+    if eqn.params["mgpu_fn"].__name__ == "keep_bits":
+        flip = inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals["flip"]
+        return token, [_keep_bits(flip, *values)]
+    if eqn.params["mgpu_fn"].__name__ == "row_of_eight":
+        x, number = values
+        return token, [jnp.repeat(x.reshape(-1, 8)[:, number], 8)]
+    if eqn.params["mgpu_fn"].__name__ == "transpose_row_bytes":
+        return token, [_transpose_bytes(values[0])]
     if eqn.params["mgpu_fn"].__name__ == "columns_by_warp":
         x = values[0]  # 8 columns of 32 for each of four warps
         by_warp = x.reshape(len(x), -1, 4, 8).transpose(2, 0, 1, 3)
@@ -360,6 +379,19 @@ def _inline_mgpu(self, eqn, token, values):
         )
         return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
+
+
+def _keep_bits(flip: int, x, *words):
+    bit = jnp.arange(x.shape[1]) % 32 ^ flip
+    words = jnp.repeat(jnp.stack(words, 1), 32, 1)[:, : x.shape[1]]
+    return jnp.where(words >> bit.astype(words.dtype) & 1 == 1, x, 0)
+
+
+def _transpose_bytes(x):
+    """Of rows 8 n + i of each 32 and bytes m, with the highest first."""
+    shifts = jnp.array([24, 16, 8, 0], x.dtype)
+    each = (x[:, None] >> shifts & 0xFF).reshape(-1, 4, 8, 4)
+    return (each.transpose(0, 3, 2, 1) << shifts).sum(-1, dtype=x.dtype).reshape(-1)
 
 
 def _mma(self, eqn, token, values):

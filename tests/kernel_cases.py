@@ -17,11 +17,12 @@ from pallas_flash import masks, scores
 
 FAMILIES = {  # the implementation, and how gpu_interpreter.kernels runs it
     "hopper": ("hopper", {}),
+    "blackwell": ("blackwell", {}),
     "ampere by cp.async": ("ampere", dict(tma=False)),
     "ampere by TMA": ("ampere", dict(tma=True)),
 }
-
-
+# Heads above these sizes have the kernels of "ampere by TMA"
+WIDEST = dict(blackwell=(192, 128))
 ANY_ORDER = dict(deterministic=False)  # on Hopper one kernel has all gradients of narrower heads
 ORDERS = {family: (family, {}) for family in FAMILIES}
 ORDERS["hopper in any order"] = ("hopper", ANY_ORDER)
@@ -46,7 +47,7 @@ def named(mask, z, **more):
 
 
 # Several tiles of queries and of keys in every family, which hang over both ends unless they are
-# whole: of 192 x 128 or 64 x 64 pairs, and what lies between
+# whole: of 256 x 128, 192 x 128 or 64 x 64 pairs, and what lies between
 NARROW, WIDE, SMALL = sizes(203, 309, 64, B=2, N=1), sizes(131, 205, 128, B=2), sizes(67, 131, 128)
 SHORT = sizes(70, 140, 64)
 CAUSAL = dict(is_causal=True)
@@ -396,6 +397,8 @@ PROPERTIES = {
     "long, by key": Case(TINY, added(1, 2, 1, TINY.S)),
     "long, by pair": Case(TINY, added(1, 1, TINY.T, TINY.S)),
     "long, by entry": reads((2, 8), t5),
+    # more stages hold narrow heads
+    "long, heads of 64, by 128": Case(sizes(650, 700, 64, N=1), CAUSAL | dict(query_offset=50)),
     "long, a rule": of_heads(64, holes(0, 2), z=LONG._replace(N=2)),
     "long, a mask and a bias": of_heads(
         64, dense(1, 2, 300, 450), added(1, 1, 300, 450), z=LONG._replace(N=2)
@@ -431,6 +434,12 @@ class Call(NamedTuple):
 ALL_CASES = joint(
     CASES, ABOVE_256, SCORED, SCORED_ABOVE_256, BIASES, SCORES, PROPERTIES, LONG_BY_MMA
 )
+
+
+def has_own_kernels(family: str, name: str) -> bool:
+    """Whether a family runs a case by kernels of its own, at least in part."""
+    z, most = ALL_CASES[name].sizes, WIDEST.get(family)
+    return most is None or (z.H <= most[0] and z.Hv <= most[1])
 
 
 def drawn(name: str) -> Call:

@@ -17,6 +17,7 @@ from pallas_flash.attention import normalised
 from pallas_flash.choose import selection
 from pallas_flash.transforms import autodiff
 
+WARPS = 4  # of a warpgroup
 BEYOND = 512  # how far the last tile of a Mosaic kernel may reach over the end of an array
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "unknown"})()
 
@@ -301,6 +302,10 @@ class Observer(Walk):
 
     def _mpmd_map(self, eqn, args, params):
         (mesh,), (jaxpr,), results = params["meshes"], params["jaxprs"], params["out_avals"]
+        if self.kernel:  # of a warpgroup's warps
+            for self.threads[mesh.axis_name] in range(WARPS):
+                self.run(jaxpr, (), args)
+            return []
         names = [f"args[{i}]" for i in range(len(args))]
         names += [f"outputs[{i}]" for i in range(len(results))]
         data = [x if x is UNKNOWN else np.asarray(x) for x in args] + [UNKNOWN] * len(results)
@@ -338,6 +343,8 @@ class Observer(Walk):
 
     _commit_smem = _wait_smem_to_gmem = _wgmma_wait = _set_max_registers = _nothing
     _inline_mgpu = _wgmma_accumulator_deref = _nothing
+    _async_load = _async_store_tmem = _wait_load_tmem = _commit_tmem = _nothing
+    _tcgen05_commit_arrive = _nothing
 
     def _copy_gmem_to_smem(self, eqn, args, params):
         transforms = args[2 + params["has_barrier"] :]
@@ -371,3 +378,5 @@ class Observer(Walk):
         size = math.prod(shapes[-1] if shapes else eqn.invars[2].aval.shape)
         self.kernel.operations["matrix"] += 2 * eqn.invars[0].aval.shape[0] * size
         return []
+
+    _tcgen05_mma = _wgmma_ref

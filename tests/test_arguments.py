@@ -343,7 +343,7 @@ BAD = {
     "tokamax's implementation": (
         dict(implementation="mosaic"),
         ValueError,
-        "got 'mosaic'. tokamax's mosaic is hopper or ampere here: pass None",
+        "got 'mosaic'. tokamax's mosaic is hopper, blackwell or ampere here: pass None",
     ),
     "heads within features": (
         dict(query=(2, 32, 128), key=(2, 32, 32), value=(2, 32, 32)),

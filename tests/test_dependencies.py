@@ -63,7 +63,7 @@ def test_the_readmes_first_example_runs_without_pallas(without_pallas):
     assert without_pallas[3]
 
 
-@pytest.mark.parametrize("name", ["hopper", "ampere", "triton", "flash1", "standard"])
+@pytest.mark.parametrize("name", ["hopper", "blackwell", "ampere", "triton", "flash1", "standard"])
 def test_kernels_that_cannot_be_imported_say_so(without_pallas, name):
     _, why_not, refused, _ = without_pallas
     assert re.match(

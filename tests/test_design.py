@@ -60,7 +60,7 @@ def one_head(rng, T, S, H, Hv, size=1.0):
     "T, S, H, Hv, size", [(1, 1, 3, 2, 1.0), (19, 61, 8, 5, 1.0), (33, 16, 4, 4, 300.0)]
 )
 @pytest.mark.parametrize(
-    "loop", ["dense", "three_passes", "two_passes", "flash1", "flash2", "flash3"]
+    "loop", ["dense", "three_passes", "two_passes", "flash1", "flash2", "flash3", "flash4"]
 )
 def test_a_loop_gives_dense_attention(names, loop, T, S, H, Hv, size, rng):
     (q, k, v, *_), (o, lse, _) = one_head(rng, T, S, H, Hv, size)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import Sizes, bias, qkv
 from check import TOLERANCE, close, equal, value_and_gradients
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices
@@ -18,7 +19,10 @@ from selection import whole_but
 from pallas_flash import dropout, dropout_mask, explain, flash_attention
 from pallas_flash.context_parallel import Ring
 from pallas_flash.kernels import triton
+from pallas_flash.kernels.blackwell.tile import LAYOUTS
 from pallas_flash.kernels.classic import flash1, standard
+from pallas_flash.kernels.mosaic import dropout as mosaic_dropout
+from pallas_flash.kernels.mosaic import registers
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.tiled import blockwise
 
@@ -156,6 +160,32 @@ needs_interpreter = pytest.mark.skipif(
 def test_the_hopper_kernels_drop_the_same_weights_in_both_schemes(deterministic, T, S):
     with gpu_interpreter.hopper_kernels():
         drops_the_same("hopper", T, S, atol=1e-4, dtype=np.float16, deterministic=deterministic)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dropped", [1, 77, 128, 129, 255])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bits_of_a_row_in_a_thread_are_those_of_the_mask(transposed, dropped):
+    """Of P, and of dP, which the bits meet in another order."""
+    row, column, shape = 256, 96, (128, 64)
+    first_query, first_key = (column, row) if transposed else (row, column)
+    seeds = jnp.array([3_000_000_007, 41], jnp.uint32)
+
+    def kernel(seeds_gmem, p_gmem, ds_gmem):
+        at = registers.ScoreTile(LAYOUTS, first_query, first_key, shape, transposed)
+        ones = plgpu.layout_cast(jnp.ones(shape, jnp.float32), LAYOUTS.tile)
+        of_head = mosaic_dropout.Dropout(dropped, seeds_gmem[0], seeds_gmem[1])
+        p, marked = of_head.mark(ones, ones, at)
+        p_gmem[...], ds_gmem[...] = p, mosaic_dropout.gradient(marked, ones, 0.0 * ones)
+
+    with gpu_interpreter.parameters() as (interpret, _):
+        out = jax.ShapeDtypeStruct(shape, jnp.float32)
+        call = plgpu.kernel(kernel, out_type=[out, out], interpret=interpret)
+        found = jax.jit(call)(seeds)
+    mask = dropout.mask(dropped, seeds, first_query + 128, first_key + 128)
+    expected = mask.T[row:, column:] if transposed else mask[row:, column:]
+    for x in found:
+        np.testing.assert_array_equal(x, expected[: shape[0], : shape[1]])
 
 
 # ---- results and gradients

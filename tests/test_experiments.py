@@ -106,19 +106,28 @@ def test_without_a_gpu_it_says_what_goes_without():
 
 
 def test_no_two_experiments_time_the_same_pass_of_a_case():
-    assert len({(one.case, one.passes) for one in EXPERIMENTS.values()}) == len(EXPERIMENTS)
+    timed = {(one.contenders[0], one.case, one.passes) for one in EXPERIMENTS.values()}
+    assert len(timed) == len(EXPERIMENTS)
 
 
 @needs_hopper
-def test_on_an_h200_every_variant_can_run_unless_it_is_the_default():
+@pytest.mark.parametrize("kernels, gpu", [("hopper", "H200"), ("blackwell", "B200")])
+def test_on_its_gpu_every_variant_can_run_unless_it_is_the_default(kernels, gpu):
     refused = {}
-    with gpu_code.as_if_on(GPUS["H200"]):
-        for experiment in EXPERIMENTS.values():
-            ours = [name for name in experiment.contenders if name.startswith("hopper")]
+    with gpu_code.as_if_on(GPUS[gpu]):
+        for experiment in getattr(experiments, kernels.upper()).values():
+            ours = [name for name in experiment.contenders if name.startswith(kernels)]
             reasons = (peers.contender(name).why_not(experiment.case) for name in ours)
             refused |= dict(zip(reasons, ours, strict=True))
     same = {f"the {what} are the same by default" for what in ("tiles", "kernels")}
     assert refused.keys() <= {None, *same}, refused
+
+
+@needs_hopper
+def test_by_default_a_gpu_has_the_experiments_of_its_kernels():
+    for gpu, own in dict(H100=experiments.HOPPER, B300=experiments.BLACKWELL).items():
+        with gpu_code.as_if_on(GPUS[gpu]):
+            assert experiments.of_this_machine() == [*own]
 
 
 @needs_hopper

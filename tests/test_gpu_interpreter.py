@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash import flash_attention
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tangent, tile
-from pallas_flash.kernels.mosaic import registers
+from pallas_flash.kernels.mosaic import registers, tma
 
 pytestmark = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -36,7 +36,7 @@ def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, lea
         smem[...] = tile.rows(1.0)
         for row in range(2):
             for first in range(0, length, M):
-                tile.copy_out((smem, out_gmem.at[row, pl.ds(registers.opaque(first), M)]))
+                tma.copy_out((smem, out_gmem.at[row, pl.ds(registers.opaque(first), M)]))
 
     refused = (
         pytest.raises(jax.errors.JaxRuntimeError, match="next row")

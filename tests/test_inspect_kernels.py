@@ -106,19 +106,25 @@ def test_without_the_wheels_it_names_them_and_how_to_install_them(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpu, capability", [("A100-80GB", "8.0"), ("H100", "9.0"), ("H200", "9.0")]
+    "gpu, capability, mosaic",
+    [
+        ("A100-80GB", "8.0", "ampere"),
+        ("H100", "9.0", "hopper"),
+        ("H200", "9.0", "hopper"),
+        ("B200", "10.0", "blackwell"),
+        ("B300", "10.3", "blackwell"),
+    ],
 )
-def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capability):
+def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capability, mosaic):
     here = explain(HALF, HALF, HALF)
     with gpu_code.as_if_on(GPUS[gpu]):
         choice = explain(HALF, HALF, HALF)
         named = explain(HALF, HALF, HALF, implementation="triton")
     assert named.implementation == "triton"
-    of_mosaic = "hopper" if capability == "9.0" else "ampere"
     has_mosaic = jax.__version_info__ >= (0, 11, 2)
-    assert choice.implementation == (of_mosaic if has_mosaic else "triton")
-    if capability == "8.0" and jax.__version_info__ >= (0, 11, 2):
-        assert choice.why_not["hopper"].endswith("this one has 8.0")
+    assert choice.implementation == (mosaic if has_mosaic else "triton")
+    if capability != "9.0" and has_mosaic:
+        assert choice.why_not["hopper"].endswith(f"this one has {capability}")
     assert explain(HALF, HALF, HALF) == here, "it lasts as long as the context"
 
 
@@ -161,9 +167,11 @@ SASS = """
 """
 
 
-def test_a_loop_is_an_innermost_one_with_exponentials():
+def test_a_loop_is_an_innermost_one_with_exponentials_products_of_tcgen05_or_loads_of_them():
     (body,) = gpu_code.loops(SASS)
     assert len(body) == 7 and body[0].startswith("HGMMA") and body[-1].startswith("@P1 BRA")
+    for of_tcgen05 in "LDTM.x32 R3, tmem[UR4]", "UTCHMMA gdesc[UR8], gdesc[UR10]":
+        assert len(gpu_code.loops(SASS.replace("FADD R3, R3, R4", of_tcgen05))) == 2
 
 
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, "
@@ -198,6 +206,10 @@ INSTRUCTIONS = {  # its kind, and the cycles in which it keeps shared memory bus
     "@P0 LDSM.16.M88.2 R4, [R5]": ("shared", 2),
     "LDS R4, [R5]": ("shared", 1),
     "STS.64 [R5], R6": ("shared", 2),
+    "UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8], tmem[UR10], idesc[UR11], !UPT": ("products", 0),
+    "@P0 LDTM.x32 R4, tmem[UR9]": ("tensor memory", 0),
+    "STTM.x16 tmem[UR9], R4": ("tensor memory", 0),
+    "UTCBAR [UR4], URZ": ("barrier", 0),
     "LDGDEPBAR": ("barrier", 0),
     "WARPGROUP.DEPBAR.LE gsb0, 0x1": ("barrier", 0),
     "@!UPT UTMALDG.4D [UR8], [UR10]": ("device", 0),
@@ -227,4 +239,5 @@ def test_units_are_the_cycles_of_a_multiprocessor_over_those_of_its_tensor_cores
     loop = gpu_code._loop(body)
     assert gpu_code.units(GPUS["H100"], loop)["shared memory"] == pytest.approx(1, rel=0.01)
     assert loop.from_registers == 0
-    assert gpu_code.units(GPUS["A100-80GB"], gpu_code._loop(["FFMA", "MUFU.EX2"])) is None
+    for body in ["FFMA", "MUFU.EX2"], ["UTCHMMA gdesc[UR4], gdesc[UR6]"]:
+        assert gpu_code.units(GPUS["B200"], gpu_code._loop(body)) is None

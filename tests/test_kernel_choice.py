@@ -17,12 +17,13 @@ import pytest
 from pallas_flash import explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import hopper, mma
+from pallas_flash.kernels import blackwell, hopper, mma
 from pallas_flash.kernels.mosaic import operations
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
-FAMILIES = dict(hopper=hopper, ampere=mma)
+FAMILIES = dict(hopper=hopper, blackwell=blackwell, ampere=mma)
+B200 = GPUS["H200"]._replace(kind="NVIDIA B200", capability=(10, 0), cores=148)
 needs_interpreter = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
 )
@@ -35,7 +36,7 @@ def shaped(*shape, dtype="bfloat16"):
 HALF = shaped(1, 8, 2, 64)
 ROWS, BYTES = jnp.ones((8, 8)), jnp.arange(8, dtype=jnp.uint8)
 rule = lambda seen: dict(mask=masks.MaskMod(seen))
-REFUSED = {  # query, options, what both families say
+REFUSED = {  # query, options, what all families say
     "float32": (shaped(1, 8, 2, 64, dtype="float32"), {}, "bfloat16 and float16; got float32"),
     "a wide head": (shaped(1, 8, 2, 520), {}, "above .* do not fit into registers; got H = 520"),
     "a negative scale": (HALF, dict(scale=-1.0), "must be above 0; got -1"),
@@ -67,7 +68,10 @@ def test_what_they_do_not_run_they_refuse_with_a_reason(name, family, monkeypatc
         explain(q, q, q, **options, implementation=family)
 
 
-@pytest.mark.parametrize("family, capability", [("hopper", "9.0"), ("ampere", "8.0 or more")])
+@pytest.mark.parametrize(
+    "family, capability",
+    [("hopper", "9.0"), ("blackwell", "10.0 or 10.3"), ("ampere", "8.0 or more")],
+)
 def test_without_their_gpu_they_say_which_it_is(family, capability, monkeypatch):
     monkeypatch.setattr(hardware, "compute_capability", lambda: None)
     reason = f"compute capability {capability}" if gpu_interpreter.MISSING is None else "jax"
@@ -146,6 +150,16 @@ def test_without_a_gpu_nothing_is_said_of_its_shared_memory(monkeypatch):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("kind, capability", [("NVIDIA B200", "10.0"), ("NVIDIA B300", "10.3")])
+def test_blackwell_is_the_first_choice_on_its_gpus(kind, capability, monkeypatch):
+    fakes.plug_in(monkeypatch.setattr, fakes.Device(kind, capability, 148))
+    choice = explain(HALF, HALF, HALF)
+    assert choice.implementation == "blackwell" and choice.tiles == blackwell.tiles(choice.problem)
+    assert choice.why_not["hopper"].endswith(f"this one has {capability}")
+    assert choice.why_not["ampere"] == choice.why_not["triton"] == "blackwell comes before it"
+
+
+@needs_interpreter
 def test_hopper_is_the_first_choice_on_its_gpus(monkeypatch):
     fakes.plug_in(monkeypatch.setattr, fakes.Device())
     choice = explain(HALF, HALF, HALF)
@@ -192,13 +206,16 @@ def test_each_gpu_is_given_its_copies_and_explain_says_what_is_padded(gpu, head,
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    "capability, has_remark", [((9, 0), False), ((10, 0), True), ((10, 3), True)]
+    "capability, faster",
+    [((9, 0), None), ((10, 0), "blackwell"), ((10, 3), "blackwell"), ((11, 0), "cuDNN")],
 )
-def test_explain_says_where_mma_is_not_the_fast_way_to_multiply(capability, has_remark):
+def test_explain_says_what_multiplies_faster_than_by_mma(capability, faster):
     x = [shaped(2, 300, 4, 64)] * 3
     with as_if_on(GPUS["H200"]._replace(kind="a GPU", capability=capability)):
-        found = explain(*x, implementation="ampere")
-    assert ("remark          this GPU's tensor cores" in str(found)) == has_remark
+        named, choice = explain(*x, implementation="ampere"), explain(*x)
+    said = re.search(r"^remark +this GPU's tensor cores .* (.*use tcgen05)$", str(named), re.M)
+    assert (said and faster in said[0]) == (faster and True)
+    assert (choice.remark is None) == (faster != "cuDNN")
 
 
 @needs_interpreter

@@ -188,12 +188,12 @@ def paged_attention(
       value_size: Hv, with v_pages=None: the values are the first Hv columns of the keys, with their
         scales, as in `flash_attention`.
       implementation: as in `flash_attention`; "triton" and "blockwise" read any pages where they
-        lie, keys or values alone in 8 bits too. "hopper" and "ampere" do if pages are of 8, 16, 32,
-        or a multiple of 64 keys, keys and values alike in 8 bits or not, and H and Hv multiples of
-        16 up to 128, of 32 up to 256, of 64 above, in 8 bits of 32 at least. Below compute
-        capability 9.0, pages of 8 keys need multiples of 64, and pages of 16 keys of 32; in 8 bits
-        128 and 64, and 64 for Hv above 128. `explain_paged` says what runs. "reference", "flash1"
-        and "standard" always copy pages.
+        lie, keys or values alone in 8 bits too. "hopper", "blackwell" and "ampere" do if pages are
+        of 8, 16, 32, or a multiple of 64 keys, keys and values alike in 8 bits or not, and H and Hv
+        multiples of 16 up to 128, of 32 up to 256, of 64 above, in 8 bits of 32 at least. Below
+        compute capability 9.0, pages of 8 keys need multiples of 64, and pages of 16 keys of 32; in
+        8 bits 128 and 64, and 64 for Hv above 128. `explain_paged` says what runs. "reference",
+        "flash1" and "standard" always copy pages.
 
     Returns:
       The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a

@@ -26,9 +26,12 @@ EARLIER = "an earlier algorithm, for comparison only: select it by name"
 FEW = 64  # queries
 
 
-def _on_hopper(problem: Problem) -> str | None:
-    on_hopper = hardware.compute_capability() == 9.0
-    return "this GPU has kernels of its own, hopper's: ask for it by name" if on_hopper else None
+GPUS_KERNELS = {9.0: "hopper", 10.0: "blackwell", 10.3: "blackwell"}  # by compute capability
+
+
+def _better_kernels(problem: Problem) -> str | None:
+    name = GPUS_KERNELS.get(hardware.compute_capability())
+    return name and f"this GPU has kernels of its own, {name}'s: ask for it by name"
 
 
 def _few_queries(problem: Problem) -> str | None:
@@ -143,10 +146,13 @@ REFERENCE = Backend(
 )
 
 
-def _mosaic_family(name: str, folder: str, why_not_by_default: Callable) -> Backend:
-    """The row of the Mosaic kernels in a folder of `kernels`."""
+def _mosaic_family(
+    name: str, folder: str, why_not_by_default: Callable, tangent: str | None = None
+) -> Backend:
+    """The row of the Mosaic kernels in a folder of `kernels`, and perhaps of another one's forward
+    mode."""
     why_not = _kernel(folder, "why_not")
-    modules = [f"{folder}.{module}" for module in ("forward", "backward", "tangent")]
+    modules = [f"{folder}.forward", f"{folder}.backward", tangent or f"{folder}.tangent"]
     return Backend(
         name,
         lambda p: joined(why_not(p), _no_tiles(p)) or _why_no_import(*modules, _SCORES),
@@ -173,7 +179,8 @@ BACKENDS = (
         for_same_kernels=_kernel("hopper", "tiles_like"),
         sums_delta=lambda tiles: tiles.dq is not None and tiles.dq.sums_delta,
     ),
-    _mosaic_family("ampere", "mma", _on_hopper)._replace(remark=_kernel("mma", "remark")),
+    _mosaic_family("blackwell", "blackwell", lambda p: None, tangent="mma.tangent"),
+    _mosaic_family("ampere", "mma", _better_kernels)._replace(remark=_kernel("mma", "remark")),
     Backend(
         "triton",
         lambda p: _no_tiles(p) or triton.why_not(p) or _triton_why_no_import(),

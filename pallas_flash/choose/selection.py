@@ -81,7 +81,11 @@ def first(
             )
     else:
         is_tokamax = "mosaic" in str(name)
-        hint = " tokamax's mosaic is hopper or ampere here: pass None." if is_tokamax else ""
+        hint = (
+            " tokamax's mosaic is hopper, blackwell or ampere here: pass None."
+            if is_tokamax
+            else ""
+        )
         raise ValueError(
             f"implementation must be None or one of {', '.join(implementations.names())}, or "
             f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "

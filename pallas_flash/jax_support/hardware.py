@@ -33,6 +33,7 @@ FAMILIES = {
     "H100": Family((9, 0), 132),
     "H200": Family((9, 0), 132),
     "B200": Family((10, 0), 148),
+    "B300": Family((10, 3), 148),
     "GeForce RTX 50": Family((12, 0)),
     "RTX PRO": Family((12, 0)),
 }

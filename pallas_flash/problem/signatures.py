@@ -7,7 +7,16 @@ from typing import Literal
 from jaxtyping import Array
 
 Implementation = Literal[
-    "hopper", "ampere", "triton", "blockwise", "reference", "flash1", "standard", "xla", "cudnn"
+    "hopper",
+    "blackwell",
+    "ampere",
+    "triton",
+    "blockwise",
+    "reference",
+    "flash1",
+    "standard",
+    "xla",
+    "cudnn",
 ]
 # (score, b, h, q_idx, kv_idx) -> score
 ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]

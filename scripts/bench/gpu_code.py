@@ -158,7 +158,7 @@ class Loop(NamedTuple):
     kinds: dict[str, int]  # instructions of each kind in KINDS
     # the fraction of exponentials that overlap with wgmma; None where there is no wgmma
     under_products: float | None
-    product_flops: int  # of a warp
+    product_flops: int  # of a warp; 0 by tcgen05, whose sizes are not in the code
     # of a multiprocessor's shared memory, for the accesses of a warp, and a quarter of those of the
     # wgmma products of its warpgroup
     shared_cycles: float
@@ -231,9 +231,12 @@ def _shared_memory(folder: pathlib.Path, name: str) -> int:
     return int(re.search(rf"\b{name} .*shared_memory: (\d+)", launches).group(1))
 
 
+OF_TILES = r"MUFU\.EX2|UTC\w*MMA|LDTM"
+
+
 def loops(sass: str) -> list[list[str]]:
-    """The instructions of each innermost loop with exponentials, in a kernel that nvdisasm
-    lists."""
+    """The instructions of each innermost loop over tiles, in a kernel that nvdisasm lists: it has
+    exponentials, or begins products of tcgen05, or loads from tensor memory."""
     code, labels = [], {}
     for line in sass.splitlines():
         if label := re.match(r"\s*(\.L\w+):", line):
@@ -246,23 +249,24 @@ def loops(sass: str) -> list[list[str]]:
             branch.group(1), end + 1
         ) <= end:
             spans.append((labels[branch.group(1)], end + 1))
-    holds = lambda span, word: any(word in instruction for instruction in code[slice(*span)])
+    is_of_tiles = lambda span: any(re.search(OF_TILES, x) for x in code[slice(*span)])
     # rare paths stand behind the kernel's EXIT and jump back into its loop: they are no loops
-    spans = [s for s in spans if holds(s, "MUFU.EX2") and "EXIT" not in code[slice(*s)]]
+    spans = [s for s in spans if is_of_tiles(s) and "EXIT" not in code[slice(*s)]]
     inner = lambda s: not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)
     return [code[slice(*s)] for s in sorted(spans) if inner(s)]
 
 
 # By the first pattern that an instruction's name begins with. "spill" is local memory.
 KINDS = {
-    "products": r"HGMMA|HMMA",
+    "products": r"HGMMA|HMMA|UTC\w*MMA",
     "exp2": r"MUFU\.EX2",
     "float": r"FFMA|FADD|FMUL|FMNMX|FSEL|FSET|FCHK|MUFU|HADD|HMUL|HFMA|HMNMX",
     "convert": r"F2F|I2F|F2I|I2I|FRND",
     "spill": r"LDL|STL",
     "shared": r"LDS|STS|ATOMS",
-    "barrier": r"BAR|SYNCS|WARPGROUP|DEPBAR|LDGDEPBAR|MEMBAR|FENCE|WARPSYNC|NANOSLEEP|ELECT|BSSY"
-    r"|BSYNC|ERRBAR|CCTL",
+    "tensor memory": r"LDTM|STTM",
+    "barrier": r"BAR|UTCBAR|SYNCS|WARPGROUP|DEPBAR|LDGDEPBAR|MEMBAR|FENCE|WARPSYNC|NANOSLEEP|ELECT"
+    r"|BSSY|BSYNC|ERRBAR|CCTL",
     "device": r"LDG|STG|RED|ATOM|UTMA|UBLK|LDC|ULDC",
     "move": r"MOV|UMOV|IMAD\.MOV|CS2R|S2R|S2UR|R2UR|SHFL|PRMT|UPRMT|R2P|P2R",
     "other": "",  # integers, predicates, branches
@@ -279,7 +283,8 @@ def _loop(body: list[str]) -> Loop:
     kinds = [kind(instruction) for instruction in body]
     counts = {name: kinds.count(name) for name in KINDS}
     wgmma = list(filter(None, map(_wgmma, body)))
-    flops = sum(2 * 64 * n * 16 // 4 for n, _ in wgmma) or 4096 * counts["products"]
+    by_mma = sum(" HMMA" in f" {instruction}" for instruction in body)
+    flops = sum(2 * 64 * n * 16 // 4 for n, _ in wgmma) or 4096 * by_mma
     return Loop(
         len(body),
         counts,

@@ -13,9 +13,8 @@ from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_columns import FirstConsumer, SecondConsumer
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, KeyConsumer, Q
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
-from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
-from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, shared_memory
+from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
@@ -102,7 +101,7 @@ class Memory(NamedTuple):
 def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.Array]:
     """dk and dv, or one of them, and dq, as the tiles say, by name."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = inputs(p, t, blocks, x, lse, do, delta)
+    x = tma.inputs(p, t, blocks, x, lse, do, delta)
     (q, _), (k, v) = x.queries.arrays, x.keys.arrays
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
     outputs = {name: outputs[name] for name in t.sums}
@@ -165,7 +164,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
                 i = blocks.index(t)
 
                 def fill(first, q_gmem, do_gmem):
-                    rows = lambda x, width: tile.head_rows(
+                    rows = lambda x, width: tma.head_rows(
                         x, work.batch, pl.ds(first, tiles.block_q), work.head + g, width
                     )
                     by_row = work.batch, work.head + g, pl.ds(i * tiles.block_q, tiles.block_q)
@@ -231,7 +230,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
 def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTiles):
     def copy(first, k_gmem, v_gmem):
-        rows = lambda x, width: tile.head_rows(
+        rows = lambda x, width: tma.head_rows(
             x, work.batch, pl.ds(first, tiles.block_k), work.kv_head, width
         )
         plgpu.copy_gmem_to_smem(rows(k_gmem, tiles.width), memory.k, memory.kv_full)
@@ -255,10 +254,10 @@ def _finish(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs
     consumer.in_turn(write)
     consumer.barrier()
     share = consumer.share(tiles.block_k, tiles.warpgroups)
-    rows = lambda x, width: tile.head_rows(
+    rows = lambda x, width: tma.head_rows(
         x, work.batch, pl.ds(consumer.first_key + share.start, share.size), work.kv_head, width
     )
-    tile.copy_out(*((smem[name].at[share], rows(outputs[name], widths[name])) for name in sums))
+    tma.copy_out(*((smem[name].at[share], rows(outputs[name], widths[name])) for name in sums))
 
 
 def _add(work: scheduler.WorkTile, consumer: DkvConsumer, sums: dict, outputs: dict):

@@ -12,9 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
-from pallas_flash.kernels.hopper.tile import inputs
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
@@ -81,12 +80,12 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
     t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = inputs(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
+    x = tma.inputs(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
     q, _ = x.queries.arrays
     outputs = [q]
     if t.sums_delta:
         outputs.append(x.delta)
-        x = x._replace(delta=DeltaTerms(tile.pad(delta.o, t.swizzle), x.delta))
+        x = x._replace(delta=DeltaTerms(tma.pad(delta.o, t.swizzle), x.delta))
     dq, *summed = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -145,7 +144,7 @@ class Consumer(QueryConsumer):
     def rows(self, array, first: IntLike, width: int):
         """The rows of q, do, o or dq that the consumer copies, where the tile begins at `first`."""
         rows = pl.ds(first + self.row_tile * ROWS + self.copied.start, self.copied.size)
-        return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
+        return tma.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def setup(self) -> "QueryTile":
         """The consumer's queries, once their q and do are in shared memory."""
@@ -203,7 +202,7 @@ class Consumer(QueryConsumer):
         if delta_gmem is not None:
             by_row = self.by_row(first_row + self.row_tile * ROWS)
             copies.append((memory.delta.at[self.row_tile], delta_gmem.at[by_row]))
-        tile.copy_out(*copies)
+        tma.copy_out(*copies)
 
 
 class QueryTile(NamedTuple):

@@ -13,7 +13,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dq_store import DqStore
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
-from pallas_flash.kernels.mosaic import elements
+from pallas_flash.kernels.mosaic import elements, tma
 from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import opaque, per_column
 from pallas_flash.problem.arguments import Problem
@@ -143,7 +143,7 @@ class KeyConsumer(DkvConsumer):
                     shared_ds.at[self.keys, rows][...] = ds
                 add_dv(p)
             if shared_ds is None:
-                sync.fence()  # lse and delta have been read, and TMA may write there
+                tma.fence()  # lse and delta have been read, and TMA may write there
                 add_dk()
             else:
                 self.barrier()

@@ -25,6 +25,7 @@ from pallas_flash.kernels.mosaic import (
     scheduler,
     shared_memory,
     statistics,
+    tma,
 )
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
@@ -117,8 +118,8 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     blocks = blocks_of(t.block_q)
     _, key_lengths = x.resolved_mask.lengths
     return Inputs(
-        tile.pad(x.query, t.swizzle),
-        tile.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
+        tma.pad(x.query, t.swizzle),
+        tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
         blocks,
         None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
         statistics.sinks(p, x),

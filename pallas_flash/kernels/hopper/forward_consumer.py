@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics, tma
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.problem.arguments import Problem
@@ -101,11 +101,11 @@ class Consumer(NamedTuple):
     def rows(self, array, work: scheduler.WorkTile):
         """The consumer's rows of q or o in global memory."""
         rows, width = pl.ds(self.first_row(work), ROWS), self.memory.q.shape[2]
-        return tile.head_rows(array, work.batch, rows, work.head, width)
+        return tma.head_rows(array, work.batch, rows, work.head, width)
 
     def slot(self, n: IntLike):
         """The slot of the n-th tile's q in shared memory."""
-        return sync.slot(n, self.tiles.q_stages) * self.tiles.row_tiles + self.wg
+        return tma.slot(n, self.tiles.q_stages) * self.tiles.row_tiles + self.wg
 
     def load_q(self, n: IntLike):
         """Begins to load q of the program's n-th tile, if there is one."""
@@ -158,7 +158,7 @@ class Consumer(NamedTuple):
         by_row = work.batch, work.head, pl.ds(self.first_row(work), ROWS)
         if self.handoff is not None:  # the other columns are there
             self.handoff.wait_for_release()
-        tile.copy_out(
+        tma.copy_out(
             (smem, self.rows(self.o_gmem, work)),
             *zip(stats_smem, (x.at[by_row] for x in self.stats_gmem), strict=True),
         )

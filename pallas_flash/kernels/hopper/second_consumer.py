@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import elements, shared_memory
+from pallas_flash.kernels.mosaic import elements, shared_memory, tma
 from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule
@@ -51,5 +51,5 @@ def attend(consumer):
     o = online_softmax.finish(o, by_row(), c.program.problem.kept)
     smem = c.memory.q.at[c.slot(0), :, c.columns]  # the first multiplies by q no more
     smem[...] = o.astype(smem.dtype)
-    sync.fence()  # the first copies it out
+    tma.fence()  # the first copies it out
     handoff.release()

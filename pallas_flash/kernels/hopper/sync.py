@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic import tma
 from pallas_flash.kernels.mosaic.launch import named_barrier
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.tiled import schedule
@@ -64,19 +64,9 @@ class BarrierIds(NamedTuple):
         return self.second_ring + self.stages
 
 
-def fence():
-    """Lets TMA and wgmma read what this thread has written to shared memory."""
-
-    @plgpu.inline_mgpu()
-    def fence_async_shared_cta(_):  # a name that the interpreter knows
-        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
-
-    fence_async_shared_cta()
-
-
 def consumer_barrier(barrier: int, warpgroups: int):
     """Waits for all consumers; TMA and wgmma may then read what they wrote to shared memory."""
-    fence()
+    tma.fence()
     named_barrier("sync", barrier, warpgroups)
 
 
@@ -126,7 +116,7 @@ class Handoff(NamedTuple):
         self.wait_for_release()
         for name, x in values.items():
             getattr(self.slots, name)[...] = x
-        fence()
+        tma.fence()
         named_barrier("arrive", self.filled, 2)
 
     def wait_for_release(self):
@@ -139,13 +129,6 @@ class Handoff(NamedTuple):
     def release(self):
         """Lets the first one `put`, as the other one."""
         named_barrier("arrive", self.free, 2)
-
-
-def slot(t: IntLike, stages: int):
-    """The slot of the t-th block."""
-    # the remainder of a signed number takes more instructions
-    unsigned = jnp.asarray(t, jnp.uint32)
-    return lax.rem(unsigned, jnp.uint32(stages)).astype(jnp.int32)
 
 
 class TmaRing(NamedTuple):
@@ -162,7 +145,7 @@ class TmaRing(NamedTuple):
         return jax.tree.leaves(self.slots)[0].shape[0]
 
     def _slot(self, t: IntLike):
-        return opaque(0) if self.stages == 1 else slot(t, self.stages)
+        return opaque(0) if self.stages == 1 else tma.slot(t, self.stages)
 
     def _release_barrier(self, operation, t):
         named_barrier(operation, self.released + self._slot(t), self.consumers + 1)

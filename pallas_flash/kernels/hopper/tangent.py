@@ -16,13 +16,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
-from pallas_flash.kernels.mosaic import (
-    bias,
-    block_info,
-    logits,
-    scheduler,
-    shared_memory,
-)
+from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
@@ -117,10 +111,10 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
 def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
     _, key_lengths = x.resolved_mask.lengths
     q, k, v = map(WithTangent, x[:3], dx[:3])
-    pad = lambda a: tile.pad(a, t.swizzle)
+    pad = lambda a: tma.pad(a, t.swizzle)
     return Inputs(
         jax.tree.map(pad, q),
-        tile.padded_rows([k, v], t.block_k, key_lengths, t.swizzle),
+        tma.padded_rows([k, v], t.block_k, key_lengths, t.swizzle),
         pad(o),
         bias.pad(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),
@@ -173,7 +167,7 @@ class Consumer(QueryConsumer):
     def rows(self, array, width: int):
         """The consumer's rows of q, dq, o or do."""
         rows = pl.ds(self.first_row, ROWS)
-        return tile.head_rows(array, self.work.batch, rows, self.work.head, width)
+        return tma.head_rows(array, self.work.batch, rows, self.work.head, width)
 
     def setup(self) -> "QueryTile":
         """The consumer's queries, once they and their tangents are in shared memory."""
@@ -205,7 +199,7 @@ class Consumer(QueryConsumer):
         out[...] = do.astype(out.dtype)
         memory.dlse.at[wg][...] = dlse
         by_row = dlse_gmem.at[self.by_row(self.first_row)]
-        tile.copy_out((q, self.rows(do_gmem, q.shape[1])), (memory.dlse.at[wg], by_row))
+        tma.copy_out((q, self.rows(do_gmem, q.shape[1])), (memory.dlse.at[wg], by_row))
 
 
 class QueryTile(NamedTuple):

@@ -15,12 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS
-from pallas_flash.kernels.mosaic import elements, launch, shared_memory
-from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic import elements, launch, shared_memory, tma
 from pallas_flash.kernels.mosaic.launch import Role
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
-from pallas_flash.kernels.mosaic.registers import Layouts, opaque, per_row
-from pallas_flash.problem.arguments import Problem
+from pallas_flash.kernels.mosaic.registers import (
+    Layouts,
+    opaque,
+    per_row,
+    some_below_one,
+)
 from pallas_flash.tiled import schedule
 
 WGMMA = plgpu.Layout.WGMMA
@@ -42,25 +44,9 @@ def rows(value: float):
 def rescale(o, alpha):
     """o [64, n] times alpha [64], at most 1, of each row; each warp multiplies only if one of its
     rows asks for it."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(LAYOUTS.row,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    return lax.cond(
+        some_below_one(alpha, LAYOUTS.row) > 0, lambda: o * per_row(alpha, o.shape), lambda: o
     )
-    def some_below_one(_, alpha):  # a name that the interpreter in tests/ knows
-        i32 = mgpu.utils.ir.IntegerType.get_signless(32)
-        rows = [mgpu.utils.bitcast(x, i32) for x in alpha.registers.flat]
-        compare = "".join(
-            f"setp.lt.or.f32 p, ${i}, 0f3F800000, p; " for i in range(1, 1 + len(rows))
-        )
-        vote = (
-            f"{{ .reg .pred p; setp.ne.u32 p, 0, 0; {compare}vote.sync.any.pred p, p, -1; "
-            f"selp.s32 $0, 1, 0, p; }}"
-        )
-        some = mgpu.utils.inline_ptx(vote, *rows, result_types=i32, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(some, (), is_signed=True)
-
-    return lax.cond(some_below_one(alpha) > 0, lambda: o * per_row(alpha, o.shape), lambda: o)
 
 
 def as_float32(x):
@@ -107,7 +93,7 @@ def load_kv(
         def fill(first, k_gmem, v_gmem):
             def rows(arrays, start, size, width):
                 rows = pl.ds(first + start, size)
-                of_head = lambda x: head_rows(x, work.batch, rows, work.kv_head, width)
+                of_head = lambda x: tma.head_rows(x, work.batch, rows, work.kv_head, width)
                 return jax.tree.map(of_head, arrays)
 
             k.fill(t, rows(k_gmem, 0, tiles.block_k, tiles.width), used)
@@ -140,24 +126,6 @@ def subtile_blocks(dtype, stages: int, rows: int, width: int, swizzle: int):
     )
 
 
-def head_rows(array, batch, rows: pl.Slice, head, width: int):
-    """Rows of a head of a global array [B, length, heads, n]: `width` columns, of which TMA reads
-    those from n on as zeros and writes nothing there."""
-    whole = array.shape[3] == width
-    # jax 0.12 refuses to know that it hangs over
-    columns = pl.ds(0 if whole else pl.multiple_of(opaque(0), ROWS), width)
-    return array.at[batch, rows, head, columns]
-
-
-def copy_out(*pairs):
-    """Copies what was just written to shared memory to global memory, and waits until it has left:
-    a program may end then."""
-    plgpu.commit_smem()
-    for smem, target in pairs:
-        plgpu.copy_smem_to_gmem(smem, target)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
 def add_out(x, smem, target):
     """Adds x to global memory by way of `smem`, in whatever order, asynchronously. A copy takes all
     of `smem`: columns beyond those of x hang over the end of the array."""
@@ -166,26 +134,6 @@ def add_out(x, smem, target):
     columns[...] = x
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, target, reduction_op="add")
-
-
-def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
-    """Arrays [B, length, heads, n], padded, to be read in blocks of `size` rows."""
-    arrays = jax.tree.map(lambda x: pad(x, swizzle), tuple(arrays))
-    return RaggedRows(arrays, copy_tails(lengths, size, *arrays))
-
-
-def inputs(p: Problem, t, *args) -> Inputs:
-    """The arrays that a kernel of gradients reads."""
-    rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
-    return Inputs.make(rows, p, t, *args)
-
-
-def pad(x, swizzle: int):
-    """An array [B, length, heads, size] with zeros up to what TMA's tiles divide."""
-    _, length, _, size = x.shape
-    rows = elements.round_up(length, elements.TILE_ROWS) - length
-    columns = elements.padded_size(x.dtype, size, swizzle) - size
-    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else x
 
 
 # Products

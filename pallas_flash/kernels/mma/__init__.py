@@ -19,7 +19,9 @@ from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import schedule, split_kv
 
 WIDEST = 512  # head size
-TENSOR_MEMORY = 10.0, 10.3, 11.0  # compute capabilities
+# by compute capability: what multiplies by tcgen05 there
+BY_TCGEN05 = dict.fromkeys((10.0, 10.3), "those of implementation='blackwell'")
+BY_TCGEN05[11.0] = "cuDNN's, by jax.nn.dot_product_attention(implementation='cudnn'),"
 
 
 def why_not(problem: Problem) -> str | None:
@@ -120,9 +122,8 @@ def _padded(p: Problem) -> dict[str, tuple[int, int]]:
 
 def remark() -> str | None:
     """That the GPU that a call is for multiplies faster than by mma, or None."""
-    if hardware.compute_capability() not in TENSOR_MEMORY:
-        return None
-    return (
-        "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; cuDNN's, "
-        "by jax.nn.dot_product_attention(implementation='cudnn'), use tcgen05"
+    faster = BY_TCGEN05.get(hardware.compute_capability())
+    return faster and (
+        "this GPU's tensor cores are fast by tcgen05, and these kernels multiply by mma; "
+        f"{faster} use tcgen05"
     )

@@ -60,22 +60,31 @@ class Output(NamedTuple):
     width: int
 
 
-def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
+def backward(problem: Problem, tiles: AllTiles, *operands) -> Gradients:
     """All gradients but those of a bias and of the arrays that a score_mod reads."""
-    p, t, inputs = problem, tiles.dq, functools.partial(Inputs.make, PaddedRows.make, problem)
+    return Gradients(dq(problem, tiles.dq, *operands), *dk_dv(problem, tiles.dkv, *operands))
+
+
+def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
+    """dQ [B, T, N, H], by one kernel."""
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     (dq,) = _launch(
         _dq_kernel,
         p,
         t,
-        inputs(t, blocks, x, lse, do, delta),
+        Inputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta),
         scheduler.query_programs(p, t.block_q),
         [Output(p.queries, t.block_q, p.heads, p.head_size, t.width)],
         "flash_attention_dq",
     )
-    t = tiles.dkv
+    return dq
+
+
+def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
+    """dK [B, S, K, H] and dV [B, S, K, Hv], by one kernel or one each."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x, programs = inputs(t, blocks, x, lse, do, delta), scheduler.key_programs(p, t.block_k)
+    inputs = Inputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta)
+    programs = scheduler.key_programs(p, t.block_k)
     outputs = dict(
         dk=Output(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
         dv=Output(p.keys, t.block_k, p.kv_heads, p.value_size, t.value_width),
@@ -84,8 +93,8 @@ def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> 
     for names in [("dk",), ("dv",)] if t.separate_dk_dv else [("dk", "dv")]:
         kernel, name = functools.partial(_key_kernel, names=names), "_".join(names)
         of_kernel = [outputs[name] for name in names]
-        gradients += _launch(kernel, p, t, x, programs, of_kernel, f"flash_attention_{name}")
-    return Gradients(dq, *gradients)
+        gradients += _launch(kernel, p, t, inputs, programs, of_kernel, f"flash_attention_{name}")
+    return gradients
 
 
 def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: list, name: str):

@@ -164,9 +164,9 @@ class AllTiles(NamedTuple):
         return self.dq is not None
 
     def __str__(self):
-        forward = f"forward {self.forward}" if self.decode is None else f"decoding {self.decode}"
+        forward = {"forward": self.forward} if self.decode is None else {"decoding": self.decode}
         others = {"dq": self.dq, "dk, dv": self.dkv, "forward mode": self.tangent}
-        return "; ".join([forward, *(f"{name} {t}" for name, t in others.items() if t)])
+        return "; ".join(f"{name} {t}" for name, t in (forward | others).items() if t)
 
 
 def widths(problem: Problem) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Which weights of a tile dropout keeps. Random words are shared as registers are: ptxas alone does
-not always see who shares."""
+not always see who shares. Where a thread holds a row, it keeps a bit for each weight."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,18 @@ import numpy as np
 
 from pallas_flash import dropout
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic import row_bits
 from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, per_column, per_row
+
+# Of the bits of a row, eight columns lie in the highest byte, the next eight in the next one.
+BYTES_DOWN = 24
+
+
+class BitsAndWeight(NamedTuple):
+    """P before dropout, or what stands for it, and which of it is kept, for `gradient`."""
+
+    weight: Any
+    words: list
 
 
 class Dropout(NamedTuple):
@@ -20,11 +32,56 @@ class Dropout(NamedTuple):
     first: jax.Array
     second: jax.Array
 
-    def keeps(self, tile: ScoreTile):
-        """Whether each weight is kept."""
-        return self._keeps_transposed(tile) if tile.transposed else self._keeps(tile)
+    def drop(self, p, tile: ScoreTile):
+        """P with 0 where a weight is dropped."""
+        if tile.layouts.row_in_thread:
+            return row_bits.keep(p, self._words(tile), BYTES_DOWN)
+        return jnp.where(self._keeps(tile), p, 0.0)
+
+    def mark(self, p, weight, tile: ScoreTile):
+        """P with 0 where a weight is dropped, and the weight as `gradient` takes it."""
+        if tile.layouts.row_in_thread:
+            words = self._words(tile)
+            return row_bits.keep(p, words, BYTES_DOWN), BitsAndWeight(weight, words)
+        keeps = self._keeps(tile)
+        return jnp.where(keeps, p, 0.0), jnp.where(keeps, weight, -weight)
 
     def _keeps(self, tile: ScoreTile):
+        """Whether each weight is kept."""
+        return self._keeps_transposed(tile) if tile.transposed else self._keeps_rows(tile)
+
+    def _words(self, tile: ScoreTile) -> list:
+        """Whether each weight is kept, in bits, where a thread holds a row."""
+        words = self._words_of_keys if tile.transposed else self._words_of_queries
+        return [words(part) for part in tile.split(row_bits.WORD)]
+
+    def _words_of_queries(self, tile: ScoreTile):
+        row = iota(tile.shape[0], tile.layouts.row)
+        of_row = dropout.of_row(self.first, tile.first_query + row)
+        keys = (jnp.asarray(tile.first_key + n, jnp.int32) for n in range(8))
+        return self._pack(dropout.word(of_row, dropout.of_column(self.second, key)) for key in keys)
+
+    def _words_of_keys(self, tile: ScoreTile):
+        """Four rows share random words: each of them computes those of eight queries, and then they
+        exchange the bits."""
+        row = iota(tile.shape[0], tile.layouts.row)
+        of_row = dropout.of_row(self.first, tile.first_query + (row & (row_bits.LANES - 1)))
+        of_column = dropout.of_column(self.second, tile.first_key + row)
+        words = (dropout.word(row_bits.of_eight(of_row, n), of_column) for n in range(8))
+        return row_bits.transpose_bytes(self._pack(words), row)
+
+    def _pack(self, words: Iterator):
+        """Whether the weights of eight random words are kept: bit n of each byte is for word n."""
+        in_each_byte = lambda n: np.uint32(n * 0x01010101)
+        bits = np.uint32(0)
+        for word in words:
+            # the highest bit of a byte: whether the byte is at least `dropped`
+            sum_ = (word & in_each_byte(0x7F)) + in_each_byte(-self.dropped % 128)
+            kept = word | sum_ if self.dropped <= 128 else word & sum_
+            bits = (bits >> np.uint32(1)) + (kept & in_each_byte(0x80))
+        return bits
+
+    def _keeps_rows(self, tile: ScoreTile):
         queries, keys = tile.shape
         count = max(keys // 4, 8)
         number, words = iota(count, tile.layouts.column), (queries, count)
@@ -46,6 +103,14 @@ class Dropout(NamedTuple):
         of_column = dropout.of_column(dropout.of_column(self.second, tile.first_key), key)
         word = dropout.word(per_column(of_row, shape), per_row(of_column, shape))
         return dropout.stays(self.dropped, word, per_row(key, shape))
+
+
+def gradient(marked, dp, delta):
+    """dS without dropout's scale, from a weight of `Dropout.mark`."""
+    if isinstance(marked, BitsAndWeight):
+        words = [row_bits.swap_halves(word) for word in marked.words]
+        return marked.weight * (row_bits.keep(dp, words, BYTES_DOWN ^ 16) - delta)
+    return jnp.maximum(marked, 0.0) * dp - jnp.abs(marked) * delta
 
 
 def for_head(dropped: int, seeds, batch: IntLike, head: IntLike) -> Dropout | None:

@@ -89,7 +89,7 @@ class Logits(NamedTuple):
 
     def drop(self, p, tile: ScoreTile):
         """P with 0 where dropout drops a weight."""
-        return p if self.dropout is None else jnp.where(self.dropout.keeps(tile), p, 0.0)
+        return p if self.dropout is None else self.dropout.drop(p, tile)
 
     def probabilities(self, s, tile: ScoreTile, lse: Callable, mask: TileMask | None):
         """P as dropout leaves it, and what `gradient` takes: the weight, and the function `back`.
@@ -111,15 +111,14 @@ class Logits(NamedTuple):
             visible = mask.visible(tile)
             prob, weight = jnp.where(visible, prob, 0.0), jnp.where(visible, weight, 0.0)
         if self.dropout is not None:
-            keeps = self.dropout.keeps(tile)
-            prob, weight = jnp.where(keeps, prob, 0.0), jnp.where(keeps, weight, -weight)
+            prob, weight = self.dropout.mark(prob, weight, tile)
         return prob, weight, back
 
     def gradient(self, weight, back: Callable | None, dp, delta):
         """dS: `back` of |weight| (dP - delta), where dropout leaves dP if the weight, which is
         never below 0 without it, is above 0. Without delta (None) dp is dP - delta."""
         if self.problem.dropped:
-            ds = jnp.maximum(weight, 0.0) * dp - jnp.abs(weight) * delta
+            ds = dropout.gradient(weight, dp, delta)
         else:
             ds = weight * (dp if delta is None else dp - delta)
         return ds if back is None else back(ds)

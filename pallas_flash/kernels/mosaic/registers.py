@@ -23,6 +23,11 @@ class Layouts(NamedTuple):
     # the layout of a tile where Mosaic does not know it from that of its rows or columns
     broadcast: Any = None
 
+    @property
+    def row_in_thread(self) -> bool:
+        """Whether each thread holds a row of a tile."""
+        return self.tile == plgpu.Layout.TCGEN05_TMEM_NATIVE
+
 
 def opaque(n: IntLike):
     """n, unknown to the compiler, which would compute early what depends on n, and unroll loops,
@@ -60,6 +65,30 @@ def _broadcast(x, shape, axis: int, layout):
         return x
     x = lax.broadcast_in_dim(x, shape, [axis])
     return x if layout is None else plgpu.layout_cast(x, layout)
+
+
+def some_below_one(alpha, layout):
+    """1 in each warp that has a row whose alpha is below 1, else 0; alpha: a value of each row, in
+    this layout."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def some_below_one(_, alpha):  # a name that the interpreter in tests/ knows
+        i32 = mgpu.utils.ir.IntegerType.get_signless(32)
+        rows = [mgpu.utils.bitcast(x, i32) for x in alpha.registers.flat]
+        compare = "".join(
+            f"setp.lt.or.f32 p, ${i}, 0f3F800000, p; " for i in range(1, 1 + len(rows))
+        )
+        vote = (
+            f"{{ .reg .pred p; setp.ne.u32 p, 0, 0; {compare}vote.sync.any.pred p, p, -1; "
+            f"selp.s32 $0, 1, 0, p; }}"
+        )
+        some = mgpu.utils.inline_ptx(vote, *rows, result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(some, (), is_signed=True)
+
+    return some_below_one(alpha)
 
 
 def load(ref, layout):

@@ -1,0 +1,273 @@
+"""dQ: a program owns 128 queries of one head, and walks over the keys as the forward does.
+
+Warpgroups 0 and 1 compute dS, each for half of a block's keys; of warpgroup 2 one warp begins the
+products, one loads by TMA. dS has columns of its own in tensor memory, and S of the next block is
+computed as soon as that of this block is in registers: no product overwrites what another one,
+which may still run, reads.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.blackwell import tile
+from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
+from pallas_flash.kernels.mosaic import block_info, scheduler, shared_memory, tma
+from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic.launch import Role, launch, specialize
+from pallas_flash.kernels.mosaic.logits import Logits, for_head
+from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import schedule
+
+# A block of keys is held for a step longer than one of values.
+TILES = (
+    Tiles(64, 64, stages=3),
+    Tiles(128, 128, stages=3),
+    Tiles(192, 128, value_stages=1),
+)
+
+
+class Memory(NamedTuple):
+    """The shared memory and mbarriers of a program."""
+
+    q: Any  # [128, width], of dq in the end
+    do: Any  # [128, value_width]
+    k: Any  # [stages, 128, width]
+    v: Any  # [value_stages, 128, value_width]
+    q_full: Any
+    do_full: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    s_full: Any  # products -> consumers
+    s_free: Any  # consumers -> products
+    dp_full: Any  # products -> consumers
+    ds_full: Any  # consumers -> products
+    dq_full: Any  # products -> consumers
+    dq_written: Any  # consumers -> the first of them
+
+    @classmethod
+    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        barriers, ordered = tile.barriers, tile.ordered_barriers
+        return cls(
+            q=block(ROWS, t.width),
+            do=block(ROWS, t.value_width),
+            k=block(t.stages, ROWS, t.width),
+            v=block(t.value_stages, ROWS, t.value_width),
+            q_full=barriers(1),
+            do_full=barriers(1),
+            k_full=barriers(t.stages),
+            v_full=barriers(t.value_stages),
+            k_free=ordered(t.stages),
+            v_free=ordered(t.value_stages),
+            s_full=ordered(1),
+            s_free=ordered(1, HALVES),
+            dp_full=ordered(1),
+            ds_full=ordered(1, HALVES),
+            dq_full=ordered(1),
+            dq_written=barriers(1, HALVES),
+        )
+
+
+class TensorMemory(NamedTuple):
+    """The tensor memory of a program."""
+
+    s: Any  # float32 [128 queries, 128 keys]
+    dp: Any
+    ds: Any  # in 16 bits
+    dq: Any  # float32 [128, width]
+
+    @classmethod
+    def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
+        scores = plgpu.TMEM((ROWS, ROWS), jnp.float32)
+        return cls(
+            scores, scores, tile.in_16_bits(p.dtype), plgpu.TMEM((ROWS, t.width), jnp.float32)
+        )
+
+
+def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> jax.Array:
+    """dQ [B, T, N, H]."""
+    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
+    x = tma.inputs(p, t, blocks, x, lse, do, delta)
+    q, _ = x.queries.arrays
+    (dq,) = launch(
+        functools.partial(_kernel, problem=p, tiles=t),
+        x,
+        programs=scheduler.query_programs(p, t.block_q),
+        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        warpgroups=HALVES + 1,
+        scratch=(Memory.allocate(p, t), TensorMemory.allocate(p, t)),
+        name="flash_attention_dq",
+    )
+    return dq[:, : p.queries, :, : p.head_size]
+
+
+def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Tiles):
+    (m, tensor), p, t = scratch, problem, tiles
+    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    blocks = block_info.visited(x, work, p, t)
+    count = opaque(blocks.last) - blocks.first
+    k = tile.Ring(m.k, m.k_full, m.k_free, count)
+    v = tile.Ring(m.v, m.v_full, m.v_free, count)
+
+    def produce():
+        def rows(array, head, first, width):
+            return tma.head_rows(array, work.batch, pl.ds(first, ROWS), head, width)
+
+        def copy_queries(first, q_gmem, do_gmem):
+            for array, width, to, full in (
+                (q_gmem, t.width, m.q, m.q_full),
+                (do_gmem, t.value_width, m.do, m.do_full),
+            ):
+                plgpu.copy_gmem_to_smem(rows(array, work.head, first, width), to, full)
+
+        def fetch(n, _):
+            def copy_keys(first, k_gmem, v_gmem):
+                k.fill(n, rows(k_gmem, work.kv_head, first, t.width))
+                v.fill(n, rows(v_gmem, work.kv_head, first, t.value_width))
+
+            read_keys(blocks.index(blocks.first + n), copy_keys)
+
+        x.queries.reader(work.batch, t.block_q)(work.tile, copy_queries)
+        read_keys = x.keys.reader(work.batch, t.block_k)
+        schedule.loop(0, count, fetch, None)
+
+    def compute(half):
+        consumer = Consumer.setup(p, t, x, m, tensor, work, half)
+
+        def step(n, _, masked):
+            consumer.add(blocks.index(n), masked)
+
+        blocks.visit(step, None)
+        consumer.finish(dq_gmem)
+
+    products = Products(m, tensor, k, v, count)
+    specialize(
+        *(Role(lambda _, half=half: compute(half), registers=208) for half in range(HALVES)),
+        Role(tile.warps(products.run, produce), registers=88),
+    )
+
+
+class Products(NamedTuple):
+    """The warp that begins the products, for blocks of keys 0 to count - 1."""
+
+    memory: Memory
+    tensor: TensorMemory
+    k: tile.Ring
+    v: tile.Ring
+    count: IntLike
+
+    def run(self):
+        m, first = self.memory, jnp.int32(0)
+        plgpu.barrier_wait(m.q_full)
+        self.begin_s(first)
+        plgpu.barrier_wait(m.do_full)
+        self.begin_dp(first)
+        self.begin_next_s(first)
+        schedule.loop(0, self.count, self.step, None)
+        plgpu.tcgen05_commit_arrive(m.dq_full)
+        plgpu.barrier_wait(m.s_free)  # of the last block
+
+    def step(self, n: IntLike, _):
+        """dQ += dS K of block n, and the products of the next blocks."""
+        tensor = self.tensor
+        plgpu.barrier_wait(self.memory.ds_full)
+        plgpu.tcgen05_mma(tensor.dq, tensor.ds, self.k.block(n), accumulate=n > 0)
+        self.k.release(n)
+
+        @pl.when(n + 1 < self.count)
+        def _():
+            self.begin_dp(n + 1)
+            self.begin_next_s(n + 1)
+
+    def begin_next_s(self, n: IntLike):
+        """S of the block after block n, once that of block n is in registers."""
+
+        @pl.when(n + 1 < self.count)
+        def _():
+            plgpu.barrier_wait(self.memory.s_free)
+            self.begin_s(n + 1)
+
+    def begin_s(self, n: IntLike):
+        """S = Q K^T of block n."""
+        self.k.wait(n)
+        tile.dot_t(self.tensor.s, self.memory.q, self.k.block(n))
+        plgpu.tcgen05_commit_arrive(self.memory.s_full)
+
+    def begin_dp(self, n: IntLike):
+        """dP = dO V^T of block n."""
+        self.v.wait(n)
+        tile.dot_t(self.tensor.dp, self.memory.do, self.v.block(n))
+        plgpu.tcgen05_commit_arrive(self.memory.dp_full)
+        self.v.release(n)
+
+
+class Consumer(NamedTuple):
+    """A warpgroup that computes dS of all queries and half of the keys of each block."""
+
+    problem: Problem
+    tiles: Tiles
+    memory: Memory
+    tensor: TensorMemory
+    work: scheduler.WorkTile
+    half: int
+    logits: Logits
+    mask: TileMask
+    lse: Any  # [128]
+    delta: Any
+
+    @classmethod
+    def setup(cls, p: Problem, t: Tiles, x: Inputs, m, tensor, work, half: int) -> "Consumer":
+        queries = pl.ds(work.tile * ROWS, ROWS)
+        lse, delta = (
+            load(ref.at[work.batch, work.head, queries], tile.LAYOUTS.row)
+            for ref in (x.lse, x.delta)
+        )
+        logits = for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
+        mask = logits.load_mask(work.batch, queries.start, ROWS)
+        return cls(p, t, m, tensor, work, half, logits, mask, lse, delta)
+
+    def add(self, block: IntLike, masked: bool):
+        """Leaves dS of a block in tensor memory."""
+        m, keys, size = self.memory, tile.half(self.half), self.tiles.columns
+        shape = ROWS, size
+        plgpu.barrier_wait(m.s_full)
+        s = tile.load(self.tensor.s, keys, size)
+        plgpu.barrier_arrive(m.s_free)
+        at = self.logits.tile(self.work.tile * ROWS, block * ROWS + keys.start, (ROWS, keys.size))
+        lse, mask = (lambda: per_row(self.lse, shape)), self.mask if masked else None
+        weights = [
+            self.logits.probabilities(piece, place, lse, mask)[1:]
+            for piece, place in zip(s, at.split(size), strict=True)
+        ]
+        # whose commit follows dQ of the block before: that dS has been read
+        plgpu.barrier_wait(m.dp_full)
+        dp = tile.load(self.tensor.dp, keys, size)
+        ds = [
+            self.logits.gradient(weight, back, piece, per_row(self.delta, shape))
+            for (weight, back), piece in zip(weights, dp, strict=True)
+        ]
+        tile.store(self.tensor.ds, keys.start, ds)
+        plgpu.barrier_arrive(m.ds_full)
+
+    def finish(self, dq_gmem):
+        """The epilogue: dQ leaves by way of the shared memory of q, each consumer's share of its
+        columns."""
+        m, t, work = self.memory, self.tiles, self.work
+        plgpu.barrier_wait(m.dq_full)
+        share = range(self.half * tile.SWIZZLED_COLUMNS, t.width, HALVES * tile.SWIZZLED_COLUMNS)
+        tile.write(m.q, self.tensor.dq, share, self.problem.scale)
+        plgpu.barrier_arrive(m.dq_written)
+        if self.half == 0:
+            plgpu.barrier_wait(m.dq_written)
+            rows = pl.ds(work.tile * ROWS, ROWS)
+            tma.copy_out((m.q, tma.head_rows(dq_gmem, work.batch, rows, work.head, t.width)))

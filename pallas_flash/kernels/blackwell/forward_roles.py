@@ -1,0 +1,175 @@
+"""The roles of the forward beside the softmax: loads by TMA, products, and the correction of O."""
+
+from typing import Any, NamedTuple
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.blackwell import tile
+from pallas_flash.kernels.blackwell.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.mosaic import scheduler, tma
+from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled import online_softmax, schedule
+
+
+class Program(NamedTuple):
+    """The tiles of queries of a program, and what its roles share."""
+
+    problem: Problem
+    tiles: Tiles
+    x: Any  # forward.Inputs
+    o_gmem: Any
+    stats_gmem: list
+    memory: Any  # forward.Memory
+    tensor: Any  # forward.TensorMemory
+    work: scheduler.WorkTile
+    blocks: schedule.Blocks  # of keys, at least one
+    count: IntLike  # of them
+
+    @property
+    def row_tiles(self) -> range:
+        return range(self.tiles.row_tiles)
+
+    @property
+    def k(self) -> tile.Ring:
+        m = self.memory
+        return tile.Ring(m.k, m.k_full, m.k_free, self.count)
+
+    @property
+    def v(self) -> tile.Ring:
+        m = self.memory
+        return tile.Ring(m.v, m.v_full, m.v_free, self.count)
+
+    def first_row(self, i: int) -> IntLike:
+        return self.work.tile * self.tiles.block_q + i * ROWS
+
+    def head_rows(self, array, i: int):
+        """The rows of tile i of q or o in global memory."""
+        rows, width = pl.ds(self.first_row(i), ROWS), self.memory.q.shape[2]
+        return tma.head_rows(array, self.work.batch, rows, self.work.head, width)
+
+    def rows_of_head(self, array, i: int):
+        """The rows of tile i of an array [B, N, T] in global memory."""
+        return array.at[self.work.batch, self.work.head, pl.ds(self.first_row(i), ROWS)]
+
+
+def load(program: Program):
+    """Loads Q, and K and V block by block."""
+    m, t, work = program.memory, program.tiles, program.work
+    for i in program.row_tiles:
+        plgpu.copy_gmem_to_smem(program.head_rows(program.x.q, i), m.q.at[i], m.q_full.at[i])
+    read = program.x.keys.reader(work.batch, t.block_k)
+
+    def fetch(n, _):
+        def fill(first, k_gmem, v_gmem):
+            of_head = lambda array, width: tma.head_rows(
+                array, work.batch, pl.ds(first, t.block_k), work.kv_head, width
+            )
+            program.k.fill(n, of_head(k_gmem, t.width))
+            program.v.fill(n, of_head(v_gmem, t.value_width))
+
+        read(program.blocks.index(program.blocks.first + n), fill)
+
+    schedule.loop(0, program.count, fetch, None)
+
+
+class Products(NamedTuple):
+    """The warp that begins all products, and waits for none but where P lies over S."""
+
+    program: Program
+
+    def run(self):
+        """S of the first block; O += P V of each block and S of the next; O of the last."""
+        program, m, last = self.program, self.program.memory, self.program.count - 1
+        program.k.wait(0)
+        for i in program.row_tiles:
+            plgpu.barrier_wait(m.q_full.at[i])
+            self.scores(i, 0)
+        program.k.release(0)
+        schedule.loop(0, last, self.step, None)
+        program.v.wait(last)
+        for i in program.row_tiles:
+            self.accumulate(i, last)
+            plgpu.tcgen05_commit_arrive(m.o_full.at[i])
+
+    def step(self, n: IntLike, _):
+        """S of a tile follows its P V at once: were all P V first, both tiles would have their
+        softmax at a time, and none under the other's products."""
+        program = self.program
+        program.v.wait(n)
+        program.k.wait(n + 1)
+        for i in program.row_tiles:
+            self.accumulate(i, n)
+            self.await_p_read(i)
+            self.scores(i, n + 1)
+        program.v.release(n)
+        program.k.release(n + 1)
+
+    def scores(self, i: int, n: IntLike):
+        """Begins S = Q K^T of block n."""
+        program, m = self.program, self.program.memory
+        (s, _), k = program.tensor.s_and_p[i], program.k.block(n)
+        tile.dot_t(s, m.q.at[i, :, : program.tiles.width], k)
+        plgpu.tcgen05_commit_arrive(m.s_full.at[i])
+
+    def accumulate(self, i: int, n: IntLike):
+        """Begins O += P V of block n, by the halves of P."""
+        program = self.program
+        (_, halves), v = program.tensor.s_and_p[i], program.v.block(n)
+        for half, p in enumerate(halves):
+            plgpu.barrier_wait(program.memory.p_full[half].at[i])
+            accumulate = True if half else n > 0
+            plgpu.tcgen05_mma(program.tensor.o[i], p, v.at[tile.half(half)], accumulate=accumulate)
+
+    def await_p_read(self, i: int):
+        """Waits until P V has read the P that the next S overwrites. Both run in the order in which
+        they are begun, as far as is known, but PTX promises that only to products that add to the
+        same sums (PTX ISA, section 9.7.16.6.2, Pipelined tcgen05 Instructions)."""
+        t, m = self.program.tiles, self.program.memory
+        if t.p_over_s and not t.in_order:
+            plgpu.tcgen05_commit_arrive(m.p_read.at[i])
+            plgpu.barrier_wait(m.p_read.at[i])
+
+
+class Correction(NamedTuple):
+    """The warpgroup that scales O where a maximum has grown by more than the threshold, off the
+    path from S to P, and writes it in the end."""
+
+    program: Program
+
+    def run(self):
+        """O of the first block needs no scaling."""
+        for i in self.program.row_tiles:
+            plgpu.barrier_wait(self.program.memory.alpha_full.at[i])
+            self.arrive(i)
+        schedule.loop(1, self.program.count, self.step, None)
+        for i in self.program.row_tiles:
+            self.write(i)
+        plgpu.wait_smem_to_gmem(0)
+
+    def step(self, n: IntLike, _):
+        """O *= alpha. P V of the block before has ended: the softmax has waited for S, which was
+        begun after it."""
+        m = self.program.memory
+        for i in self.program.row_tiles:
+            plgpu.barrier_wait(m.alpha_full.at[i])
+            alpha = plgpu.load(m.alpha.at[i], layout=tile.LAYOUTS.row)
+            tile.rescale(self.program.tensor.o[i], alpha)
+            self.arrive(i)
+
+    def arrive(self, i: int):
+        plgpu.barrier_arrive(self.program.memory.p_full[0].at[i])
+
+    def write(self, i: int):
+        """The epilogue: O / l, by way of the shared memory of q."""
+        program, m, t = self.program, self.program.memory, self.program.tiles
+        plgpu.barrier_wait(m.o_full.at[i])
+        l = plgpu.load(m.l.at[i], layout=tile.EPILOGUE.row)
+        for columns in tile.column_slices(t.value_width, 64):
+            o = plgpu.async_load_tmem(program.tensor.o[i].at[:, columns], layout=tile.EPILOGUE.tile)
+            plgpu.wait_load_tmem()
+            o = online_softmax.finish(o, l, program.problem.kept)
+            m.q[i, :, columns] = o.astype(m.q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(m.q.at[i], program.head_rows(program.o_gmem, i))

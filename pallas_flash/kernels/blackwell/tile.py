@@ -1,0 +1,199 @@
+"""The primitives of the Blackwell kernels: values in registers, tensor memory, rings of blocks,
+roles of warps."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS
+from pallas_flash.kernels.mosaic import tma
+from pallas_flash.kernels.mosaic.registers import Layouts, per_row, some_below_one
+
+NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
+LAYOUTS = Layouts(tile=NATIVE, row=NATIVE.reduce(1), column=NATIVE.reduce(0))
+# whose stores to shared memory meet no bank conflicts
+EPILOGUE = Layouts(
+    tile=plgpu.Layout.TCGEN05,
+    row=plgpu.Layout.TCGEN05.reduce(1),
+    column=plgpu.Layout.TCGEN05.reduce(0),
+)
+
+
+def rows(value: float):
+    """A float32 value of each row of a warpgroup, the same for all."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUTS.row)
+
+
+def store_rows(ref, x):
+    """Stores a value of each row to global memory."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:  # jax 0.11
+        ref[...] = x
+
+
+# mbarriers
+
+
+def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers of TMA, or of values in registers and shared memory."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+
+def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers by which products, or loads and stores of tensor memory, wait for each other."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals, orders_tensor_core=True)
+
+
+# Tensor memory
+
+SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
+
+
+def halves(dtype) -> tuple:
+    """P of a tile, as a left operand, in halves of its columns."""
+    return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
+
+
+def column_slices(width: int, size: int) -> list[pl.Slice]:
+    """The columns of a matrix, `size` at a time."""
+    return [pl.ds(first, min(size, width - first)) for first in range(0, width, size)]
+
+
+def rescale(o, alpha):
+    """Multiplies O [128, n] in tensor memory by alpha [128], at most 1, of each row; each warp does
+    only if one of its rows asks for it, and without waiting for other warps."""
+
+    @pl.when(some_below_one(alpha, LAYOUTS.row) > 0)
+    def _():
+        for columns in column_slices(o.shape[1], 32):
+            x = plgpu.async_load_tmem(o.at[:, columns], layout=LAYOUTS.tile)
+            await_loads()
+            plgpu.async_store_tmem(o.at[:, columns], x * per_row(alpha, x.shape))
+        await_stores()
+
+
+def in_16_bits(dtype):
+    """P or dS of a tile, as a left operand."""
+    return plgpu.TMEM((ROWS, ROWS), dtype, packed=True)
+
+
+def half(number: int) -> pl.Slice:
+    """One half of the rows or columns of a tile."""
+    return pl.ds(number * (ROWS // HALVES), ROWS // HALVES)
+
+
+def dot_t(acc, a, b, accumulate: bool = False):
+    """acc = a b^T, or acc += a b^T."""
+    plgpu.tcgen05_mma(acc, a, b.transpose((1, 0)), accumulate=accumulate)
+
+
+def load(ref, columns: pl.Slice, size: int) -> list:
+    """These columns of a float32 tile, in pieces of `size`."""
+    pieces = [
+        plgpu.async_load_tmem(ref.at[:, pl.ds(columns.start + d, size)], layout=LAYOUTS.tile)
+        for d in range(0, columns.size, size)
+    ]
+    plgpu.wait_load_tmem()
+    return pieces
+
+
+def store(ref, first: int, pieces: list):
+    """Stores pieces side by side, from column `first` on, and waits until they are there."""
+    for piece in pieces:
+        at = pl.ds(first, piece.shape[1])
+        plgpu.async_store_tmem(ref.at[:, at], piece.astype(ref.dtype))
+        first += piece.shape[1]
+    plgpu.commit_tmem()
+
+
+def write(smem, ref, columns: range, factor: float = 1.0):
+    """Writes float32 sums, times a factor, to shared memory, for TMA to read: SWIZZLED_COLUMNS
+    from each of these columns on."""
+    for d in columns:
+        at = pl.ds(d, SWIZZLED_COLUMNS)
+        x = plgpu.async_load_tmem(ref.at[:, at], layout=EPILOGUE.tile)
+        smem[:, at] = (x if factor == 1.0 else x * factor).astype(smem.dtype)
+    plgpu.wait_load_tmem()
+    plgpu.commit_smem()
+
+
+def await_loads():
+    """Waits, as a warp by itself, for its loads from tensor memory."""
+
+    @plgpu.inline_mgpu()
+    def tcgen05_wait_ld(_):  # a name that jax's interpreter knows
+        mgpu.utils.inline_ptx("tcgen05.wait::ld.sync.aligned;")
+
+    tcgen05_wait_ld()
+
+
+def await_stores():
+    """Waits, as a warp by itself, for its stores to tensor memory."""
+
+    @plgpu.inline_mgpu()
+    def tcgen05_wait_st(_):  # a name that jax's interpreter knows
+        mgpu.utils.inline_ptx("tcgen05.wait::st.sync.aligned;")
+
+    tcgen05_wait_st()
+
+
+# Blocks in shared memory
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory for `count` blocks, numbered from 0 on, which TMA fills and products
+    read."""
+
+    smem: Any  # [stages, ...], or a pytree of such arrays
+    full: Any  # an mbarrier for each slot
+    free: Any
+    count: IntLike
+
+    @property
+    def stages(self) -> int:
+        return jax.tree.leaves(self.smem)[0].shape[0]
+
+    def slot(self, n: IntLike) -> IntLike:
+        return tma.slot(n, self.stages)
+
+    def block(self, n: IntLike):
+        return jax.tree.map(lambda smem: smem.at[self.slot(n)], self.smem)
+
+    def fill(self, n: IntLike, source):
+        """Begins to load block n, once its slot is free."""
+        at = self.slot(n)
+        pl.when(n >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[at]))
+        copy = lambda smem, source: plgpu.copy_gmem_to_smem(source, smem.at[at], self.full.at[at])
+        jax.tree.map(copy, self.smem, source)
+
+    def wait(self, n: IntLike):
+        """Waits until block n is there."""
+        plgpu.barrier_wait(self.full.at[self.slot(n)])
+
+    def release(self, n: IntLike):
+        """Frees the slot of block n after the products that this thread has begun, if another block
+        waits for it."""
+        free = lambda: plgpu.tcgen05_commit_arrive(self.free.at[self.slot(n)])
+        pl.when(n + self.stages < self.count)(free)
+
+
+# Roles
+
+
+def warps(*tasks: Callable[[], None]) -> Callable:
+    """What a warpgroup runs whose warps have a task each; those without one end."""
+
+    def run(_):
+        @plgpu.warp_map
+        def _(warp):
+            for number, task in enumerate(tasks):
+                pl.when(warp == number)(task)
+
+    return run

@@ -1,0 +1,88 @@
+"""What describes a Blackwell kernel: how it tiles a problem, and what else may vary."""
+
+from typing import NamedTuple
+
+from pallas_flash.kernels.mma import tile_sizes as mma
+from pallas_flash.kernels.mosaic.elements import SWIZZLES, row_bytes
+from pallas_flash.kernels.mosaic.tiling import Tiling
+
+ROWS = 128  # of a product, and of tensor memory
+TENSOR_COLUMNS = 512  # of 32 bits
+HALVES = 2  # of a tile's columns: a product begins when the first half of P or dS is there
+
+
+class Tiles(NamedTuple):
+    """A kernel that owns `row_tiles` x 128 queries, or 128 keys if `owns_keys`, and walks over
+    blocks of 128 of the others: `stages` of queries or keys and `value_stages` of do or values in
+    shared memory."""
+
+    width: int  # columns of queries and keys in shared memory
+    value_width: int  # columns of values and the output
+    owns_keys: bool = False
+    row_tiles: int = 1
+    stages: int = 2
+    value_stages: int = 2
+    columns: int = 32  # of the scores that a thread computes at once
+    # how far scores may exceed the maximum they are taken from; O is rescaled only beyond
+    rescale_threshold: float = 8.0
+    # whether a product may overwrite what the product issued before it reads, without a wait:
+    # PTX promises order only to products with the same accumulator
+    in_order: bool = False
+
+    swizzle = SWIZZLES[0]
+
+    @property
+    def block_q(self) -> int:
+        return self.row_tiles * ROWS
+
+    @property
+    def block_k(self) -> int:
+        return ROWS
+
+    @property
+    def p_over_s(self) -> bool:
+        """Whether P of the forward lies over S, since tensor memory has no columns for both."""
+        columns = self.row_tiles * (self.block_k + self.block_k // 2 + self.value_width)
+        return columns > TENSOR_COLUMNS
+
+    @property
+    def p_over_dp(self) -> bool:
+        """Whether P and dS of dK and dV lie over dP, since tensor memory has no columns for all."""
+        return 3 * ROWS + self.width + self.value_width > TENSOR_COLUMNS
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.block_q, self.block_k, self.columns, transposed=self.owns_keys)
+
+    def row_bytes(self, dtype: str) -> int:
+        """Bytes of a key and its value, or of a query and its do."""
+        return row_bytes(dtype, self.width, self.value_width)
+
+    def __str__(self):
+        size = f"{self.block_q} x {self.block_k}, {self.stages} and {self.value_stages} stages"
+        return f"{size}, widths {self.width}/{self.value_width}, by tcgen05"
+
+
+class AllTiles(NamedTuple):
+    """The kernels of a problem; None for those that are not by tcgen05 but `by_mma`."""
+
+    forward: Tiles | None  # None too for decoding
+    dq: Tiles | None
+    dkv: Tiles | None
+    by_mma: mma.AllTiles
+
+    @property
+    def tangent(self) -> mma.Tiles | None:
+        """The kernel of forward mode."""
+        return self.by_mma.tangent
+
+    @property
+    def has_backward(self) -> bool:
+        return None not in (self.dq or self.by_mma.dq, self.dkv or self.by_mma.dkv)
+
+    def __str__(self):
+        by_tcgen05 = {"forward": self.forward, "dq": self.dq, "dk, dv": self.dkv}
+        names = dict(forward="forward", dq="dq", dkv="dk, dv")
+        others = self.by_mma._replace(**{name: None for name in names if getattr(self, name)})
+        own = [f"{name} {t}" for name, t in by_tcgen05.items() if t]
+        return "; ".join([*own, f"by mma {others}"])

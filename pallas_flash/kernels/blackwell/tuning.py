@@ -1,0 +1,33 @@
+"""Which of a kernel's rows of tiles a problem takes: the cheapest that fits."""
+
+import functools
+
+from pallas_flash.jax_support import hardware
+from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
+from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, Tiles
+from pallas_flash.kernels.mma import tuning as mma
+from pallas_flash.kernels.mosaic import shared_memory
+from pallas_flash.kernels.mosaic.tiling import cheapest
+from pallas_flash.problem.arguments import Problem
+
+SHARED = hardware.SHARED_KB[10.0] << 10  # bytes of shared memory of a program
+
+
+def tiles(problem: Problem) -> AllTiles:
+    """The tiles of each kernel for a problem."""
+    by_mma = mma.tiles(problem)
+    forward, *backward = _tiles(problem)
+    return AllTiles(None if by_mma.decode else forward, *backward, by_mma)
+
+
+@functools.lru_cache(256)  # an eager call chooses each time
+def _tiles(p: Problem) -> tuple[Tiles | None, ...]:
+    """The rows of the forward, of dQ, and of dK and dV."""
+    tables = forward, backward_dq, backward_dkv
+    return tuple(_row(table.TILES, p, table.Memory) for table in tables)
+
+
+def _row(table, p: Problem, memory) -> Tiles | None:
+    """The cheapest row that holds the problem's heads and whose `memory` fits."""
+    fits = lambda row: shared_memory.size(memory.allocate(p, row)) <= SHARED
+    return cheapest(table, p, fits)

@@ -1,0 +1,70 @@
+"""Copies by TMA: arrays that it can read, rows of a head, the slots of blocks, and the way out."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic import elements
+from pallas_flash.kernels.mosaic.gradients import Inputs
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
+from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.problem.arguments import Problem
+
+
+def pad(x, swizzle: int):
+    """An array [B, length, heads, size] with zeros up to what TMA's tiles divide."""
+    _, length, _, size = x.shape
+    rows = elements.round_up(length, elements.TILE_ROWS) - length
+    columns = elements.padded_size(x.dtype, size, swizzle) - size
+    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else x
+
+
+def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
+    """Arrays [B, length, heads, n], padded, to be read in blocks of `size` rows."""
+    arrays = jax.tree.map(lambda x: pad(x, swizzle), tuple(arrays))
+    return RaggedRows(arrays, copy_tails(lengths, size, *arrays))
+
+
+def inputs(p: Problem, t, *args) -> Inputs:
+    """The arrays that a kernel of gradients reads."""
+    rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
+    return Inputs.make(rows, p, t, *args)
+
+
+def head_rows(array, batch, rows: pl.Slice, head, width: int):
+    """Rows of a head of a global array [B, length, heads, n]: `width` columns, of which TMA reads
+    those from n on as zeros and writes nothing there."""
+    whole = array.shape[3] == width
+    # jax 0.12 refuses to know that it hangs over
+    columns = pl.ds(0 if whole else opaque(0) * 64, width)
+    return array.at[batch, rows, head, columns]
+
+
+def slot(t: IntLike, stages: int):
+    """The slot of the t-th block."""
+    # the remainder of a signed number takes more instructions
+    unsigned = jnp.asarray(t, jnp.uint32)
+    return lax.rem(unsigned, jnp.uint32(stages)).astype(jnp.int32)
+
+
+def fence():
+    """Lets TMA and tensor cores read what this thread has written to shared memory."""
+
+    @plgpu.inline_mgpu()
+    def fence_async_shared_cta(_):  # a name that the interpreter knows
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;")
+
+    fence_async_shared_cta()
+
+
+def copy_out(*pairs):
+    """Copies what was just written to shared memory to global memory, and waits until it has left:
+    a program may end then."""
+    plgpu.commit_smem()
+    for smem, target in pairs:
+        plgpu.copy_smem_to_gmem(smem, target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
