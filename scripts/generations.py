@@ -217,7 +217,8 @@ def blackwell(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     reads = q + p.heads * forward.keys(p.T) * 4 * p.H
     cost = forward.cost(forward.key_blocks(), 2, reads, q + padded, 1)
     delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
-    return flash2(p, t, cost, delta)
+    # both warpgroups of dQ read lse and delta
+    return flash2(p, t, cost, delta, statistics=4 * rows)
 
 
 class Generation(NamedTuple):

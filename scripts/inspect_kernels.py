@@ -286,7 +286,7 @@ def print_units(kernels: list[dict]):
                 part = loop["from_registers"]
                 left = "mma" if part is None else f"wgmma, {part:.0%} of the left"
                 rows.append([f"{kernel['name']}, loop {i}", left, *each, bound])
-    print(UNITS if rows else "\nNo loop multiplies by tensor cores: no units to compare.")
+    print(UNITS if rows else "\nNo loop multiplies by mma or wgmma: no units to compare.")
     if rows:
         columns = "in registers", "shared memory", "issue", "exponentials", "bound by"
         print_table(["", *columns], rows)

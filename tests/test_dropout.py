@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cases import Sizes, bias, qkv
 from check import TOLERANCE, close, equal, value_and_gradients
-from jax.sharding import AxisType, NamedSharding
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices
 from selection import whole_but

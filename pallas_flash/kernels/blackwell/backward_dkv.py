@@ -16,8 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer
-from pallas_flash.kernels.blackwell.ring import Ring
+from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer, Do
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.gradients import Inputs
@@ -42,20 +41,18 @@ class Memory(NamedTuple):
     k: Any  # [128, width], of dk in the end
     v: Any  # [128, value_width], of dv in the end
     q: Any  # [stages, 128, width]
-    do: Any  # [value_stages, 128, value_width]
-    lse: Any  # [value_stages, 128]
-    delta: Any
+    do: Do  # [value_stages, 128, value_width], and [value_stages, 128] of rows
     k_full: Any
     v_full: Any
     q_full: Any
-    do_full: Any  # of do, lse and delta
+    do_full: Any
     q_free: Any
     do_free: Any
     s_full: Any  # products -> consumers
     s_free: Any  # consumers -> products
     dp_full: Any  # products -> consumers
     dp_loaded: Any  # consumers -> each other
-    p_full: Any  # consumers -> products, for each half of the queries
+    p_full: Any  # consumers -> products
     ds_full: Any
     step_done: Any  # products -> the warp that begins them
     done: Any  # products -> consumers
@@ -69,21 +66,19 @@ class Memory(NamedTuple):
             k=block(ROWS, t.width),
             v=block(ROWS, t.value_width),
             q=block(t.stages, ROWS, t.width),
-            do=block(t.value_stages, ROWS, t.value_width),
-            lse=rows,
-            delta=rows,
+            do=Do(block(t.value_stages, ROWS, t.value_width), rows, rows),
             k_full=barriers(1),
             v_full=barriers(1),
             q_full=barriers(t.stages),
-            do_full=barriers(t.value_stages, 3),
+            do_full=barriers(t.value_stages, len(Do._fields)),
             q_free=ordered(t.stages),
             do_free=ordered(t.value_stages),
             s_full=ordered(1),
             s_free=ordered(1, HALVES),
             dp_full=ordered(1),
             dp_loaded=ordered(1, HALVES),
-            p_full=ordered(HALVES),
-            ds_full=ordered(HALVES),
+            p_full=ordered(1, HALVES),
+            ds_full=ordered(1, HALVES),
             step_done=ordered(1),
             done=ordered(1),
         )
@@ -93,23 +88,17 @@ class TensorMemory(NamedTuple):
     """The tensor memory of a program."""
 
     s: Any  # float32 [128 keys, 128 queries]
-    # dP like S, and P and dS, each in halves of the queries: beside it or over it
-    gradients: Any
+    gradients: Any  # dP like S, and (P, dS) in 16 bits, beside it or over it
     dk: Any  # float32 [128, width]
     dv: Any  # float32 [128, value_width]
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
         matrix = lambda columns: plgpu.TMEM((ROWS, columns), jnp.float32)
-        gradients = matrix(ROWS), (tile.halves(p.dtype), tile.halves(p.dtype))
-        if p_and_ds_over_dp(t):
+        gradients = matrix(ROWS), (tile.in_16_bits(p.dtype), tile.in_16_bits(p.dtype))
+        if t.p_over_dp:
             gradients = plgpu.RefUnion(*gradients)
         return cls(matrix(ROWS), gradients, matrix(t.width), matrix(t.value_width))
-
-
-def p_and_ds_over_dp(t: Tiles) -> bool:
-    """Whether P and dS, each 128 x 128 in 16 bits, lie over dP."""
-    return 2 * ROWS + t.width + t.value_width + ROWS > tile.TENSOR_COLUMNS
 
 
 def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
@@ -138,8 +127,8 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
     )
     blocks, position = query_blocks(p.group - 1)
     count = opaque(position(blocks.last))
-    q = Ring((m.q,), m.q_full, m.q_free, t.stages, count)
-    do = Ring((m.do, m.lse, m.delta), m.do_full, m.do_free, t.value_stages, count)
+    q = tile.Ring(m.q, m.q_full, m.q_free, count)
+    do = tile.Ring(m.do, m.do_full, m.do_free, count)
 
     def produce():
         def rows(array, head, first, width):
@@ -162,7 +151,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
                 def copy_queries(first, q_gmem, do_gmem):
                     q.fill(position(n), rows(q_gmem, head, first, t.width))
                     do_rows = rows(do_gmem, head, first, t.value_width)
-                    do.fill(position(n), do_rows, x.lse.at[by_row], x.delta.at[by_row])
+                    do.fill(position(n), Do(do_rows, x.lse.at[by_row], x.delta.at[by_row]))
 
                 read_queries(blocks.index(n), copy_queries)
 
@@ -173,7 +162,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
         schedule.loop(0, opaque(p.group), load_head, None)
 
     def compute(half):
-        consumer = Consumer(p, t, m, tensor, do, half, work, p_and_ds_over_dp(t))
+        consumer = Consumer(p, t, m, tensor, do, half, work)
         consumer.start()
 
         def add_head(g, _):
@@ -188,7 +177,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
         schedule.loop(0, opaque(p.group), add_head, None)
         consumer.finish(*outputs)
 
-    products = Products(m, tensor, q, do, count, p_and_ds_over_dp(t))
+    products = Products(m, tensor, q, do, count, t.p_over_dp)
     specialize(
         *(Role(lambda _, half=half: compute(half), registers=208) for half in range(HALVES)),
         Role(tile.warps(products.run, produce), registers=88),
@@ -200,10 +189,10 @@ class Products(NamedTuple):
 
     memory: Memory
     tensor: TensorMemory
-    q: Ring
-    do: Ring
+    q: tile.Ring
+    do: tile.Ring
     count: IntLike
-    p_and_ds_over_dp: bool
+    p_over_dp: bool
 
     def run(self):
         m, first = self.memory, jnp.int32(0)
@@ -227,15 +216,14 @@ class Products(NamedTuple):
     def step(self, t: IntLike, _):
         """dV += P^T dO and dK += dS^T Q of block t, and the products of the next blocks."""
         m, tensor = self.memory, self.tensor
-        (q,), (do, *_) = self.q.block(t), self.do.block(t)
         _, (p, ds) = tensor.gradients
-        for acc, a, full, b in (tensor.dv, p, m.p_full, do), (tensor.dk, ds, m.ds_full, q):
-            for half in range(HALVES):
-                plgpu.barrier_wait(full.at[half])
-                plgpu.tcgen05_mma(acc, a[half], b.at[tile.half(half)])
+        plgpu.barrier_wait(m.p_full)
+        plgpu.tcgen05_mma(tensor.dv, p, self.do.block(t).do)
+        plgpu.barrier_wait(m.ds_full)
+        plgpu.tcgen05_mma(tensor.dk, ds, self.q.block(t))
         self.q.release(t)
         self.do.release(t)
-        if not self.p_and_ds_over_dp:
+        if not self.p_over_dp:
             self.if_block(t + 1, self.begin_dp)
             self.if_block(t + 2, self.begin_s, self.finish_s)
             return
@@ -261,14 +249,13 @@ class Products(NamedTuple):
 
     def add_to_s(self, t: IntLike, first: int):
         """S^T += K Q^T by the columns of K and Q that begin at `first`."""
-        (q,), columns = self.q.block(t), pl.ds(first, tile.SWIZZLED_COLUMNS)
-        k, q = self.memory.k.at[:, columns], q.at[:, columns]
+        columns = pl.ds(first, tile.SWIZZLED_COLUMNS)
+        k, q = (x.at[:, columns] for x in (self.memory.k, self.q.block(t)))
         tile.dot_t(self.tensor.s, k, q, accumulate=first > 0)
 
     def begin_dp(self, t: IntLike):
         """dP^T = V dO^T of block t."""
         self.do.wait(t)
         dp, _ = self.tensor.gradients
-        do, *_ = self.do.block(t)
-        tile.dot_t(dp, self.memory.v, do)
+        tile.dot_t(dp, self.memory.v, self.do.block(t).do)
         plgpu.tcgen05_commit_arrive(self.memory.dp_full)

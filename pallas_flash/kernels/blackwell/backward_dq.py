@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.ring import Ring
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.gradients import Inputs
@@ -51,7 +50,7 @@ class Memory(NamedTuple):
     s_full: Any  # products -> consumers
     s_free: Any  # consumers -> products
     dp_full: Any  # products -> consumers
-    ds_full: Any  # consumers -> products, for each half
+    ds_full: Any  # consumers -> products
     dq_full: Any  # products -> consumers
     dq_written: Any  # consumers -> the first of them
 
@@ -73,7 +72,7 @@ class Memory(NamedTuple):
             s_full=ordered(1),
             s_free=ordered(1, HALVES),
             dp_full=ordered(1),
-            ds_full=ordered(HALVES),
+            ds_full=ordered(1, HALVES),
             dq_full=ordered(1),
             dq_written=barriers(1, HALVES),
         )
@@ -84,13 +83,15 @@ class TensorMemory(NamedTuple):
 
     s: Any  # float32 [128 queries, 128 keys]
     dp: Any
-    ds: tuple  # in halves of the keys
+    ds: Any  # in 16 bits
     dq: Any  # float32 [128, width]
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
         scores = plgpu.TMEM((ROWS, ROWS), jnp.float32)
-        return cls(scores, scores, tile.halves(p.dtype), plgpu.TMEM((ROWS, t.width), jnp.float32))
+        return cls(
+            scores, scores, tile.in_16_bits(p.dtype), plgpu.TMEM((ROWS, t.width), jnp.float32)
+        )
 
 
 def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> jax.Array:
@@ -115,8 +116,8 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Ti
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     blocks = block_info.visited(x, work, p, t)
     count = opaque(blocks.last) - blocks.first
-    k = Ring((m.k,), m.k_full, m.k_free, t.stages, count)
-    v = Ring((m.v,), m.v_full, m.v_free, t.value_stages, count)
+    k = tile.Ring(m.k, m.k_full, m.k_free, count)
+    v = tile.Ring(m.v, m.v_full, m.v_free, count)
 
     def produce():
         def rows(array, head, first, width):
@@ -161,8 +162,8 @@ class Products(NamedTuple):
 
     memory: Memory
     tensor: TensorMemory
-    k: Ring
-    v: Ring
+    k: tile.Ring
+    v: tile.Ring
     count: IntLike
 
     def run(self):
@@ -177,12 +178,10 @@ class Products(NamedTuple):
         plgpu.barrier_wait(m.s_free)  # of the last block
 
     def step(self, n: IntLike, _):
-        """dQ += dS K of block n, by halves of the keys, and the products of the next blocks."""
-        m, (k,) = self.memory, self.k.block(n)
-        for half, ds in enumerate(self.tensor.ds):
-            plgpu.barrier_wait(m.ds_full.at[half])
-            accumulate = n > 0 if half == 0 else True
-            plgpu.tcgen05_mma(self.tensor.dq, ds, k.at[tile.half(half)], accumulate=accumulate)
+        """dQ += dS K of block n, and the products of the next blocks."""
+        tensor = self.tensor
+        plgpu.barrier_wait(self.memory.ds_full)
+        plgpu.tcgen05_mma(tensor.dq, tensor.ds, self.k.block(n), accumulate=n > 0)
         self.k.release(n)
 
         @pl.when(n + 1 < self.count)
@@ -201,15 +200,13 @@ class Products(NamedTuple):
     def begin_s(self, n: IntLike):
         """S = Q K^T of block n."""
         self.k.wait(n)
-        (k,) = self.k.block(n)
-        tile.dot_t(self.tensor.s, self.memory.q, k)
+        tile.dot_t(self.tensor.s, self.memory.q, self.k.block(n))
         plgpu.tcgen05_commit_arrive(self.memory.s_full)
 
     def begin_dp(self, n: IntLike):
         """dP = dO V^T of block n."""
         self.v.wait(n)
-        (v,) = self.v.block(n)
-        tile.dot_t(self.tensor.dp, self.memory.do, v)
+        tile.dot_t(self.tensor.dp, self.memory.do, self.v.block(n))
         plgpu.tcgen05_commit_arrive(self.memory.dp_full)
         self.v.release(n)
 
@@ -259,8 +256,8 @@ class Consumer(NamedTuple):
             self.logits.gradient(weight, back, piece, per_row(self.delta, shape))
             for (weight, back), piece in zip(weights, dp, strict=True)
         ]
-        tile.store(self.tensor.ds[self.half], [piece.astype(m.q.dtype) for piece in ds])
-        plgpu.barrier_arrive(m.ds_full.at[self.half])
+        tile.store(self.tensor.ds, keys.start, ds)
+        plgpu.barrier_arrive(m.ds_full)
 
     def finish(self, dq_gmem):
         """The epilogue: dQ leaves by way of the shared memory of q, each consumer's share of its

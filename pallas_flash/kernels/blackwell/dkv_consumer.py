@@ -9,12 +9,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.ring import Ring
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import scheduler, tma
 from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque, per_column
 from pallas_flash.problem.arguments import Problem
+
+
+class Do(NamedTuple):
+    """dO, lse and delta of queries: arrays, or their slots."""
+
+    do: Any
+    lse: Any
+    delta: Any
 
 
 class Block(NamedTuple):
@@ -33,10 +40,9 @@ class Consumer(NamedTuple):
     tiles: Tiles
     memory: Any  # backward_dkv.Memory
     tensor: Any  # backward_dkv.TensorMemory
-    do: Ring  # of do, lse and delta
+    do: tile.Ring  # of Do
     half: int
     work: scheduler.WorkTile
-    p_and_ds_over_dp: bool
 
     @property
     def sum(self):
@@ -47,7 +53,7 @@ class Consumer(NamedTuple):
         """Sets the sum to zero, before `add` lets products add to it."""
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.tiles.columns), jnp.float32), tile.NATIVE)
         count = self.sum.shape[1] // self.tiles.columns
-        tile.store(self.sum, [zeros] * count)
+        tile.store(self.sum, 0, [zeros] * count)
 
     def add(self, block: Block, masked: bool):
         """Leaves P and dS of a block in tensor memory."""
@@ -70,27 +76,26 @@ class Consumer(NamedTuple):
         # whose commit follows dV and dK of the block before: that P and dS have been read
         plgpu.barrier_wait(m.dp_full)
         dp = tile.load(dp_tmem, queries, size)
-        if self.p_and_ds_over_dp:
+        if self.tiles.p_over_dp:
             plgpu.barrier_arrive(m.dp_loaded)
             plgpu.barrier_wait(m.dp_loaded)
-        tile.store(p_tmem[self.half], [p for p, *_ in weights])
-        plgpu.barrier_arrive(m.p_full.at[self.half])
+        tile.store(p_tmem, queries.start, [p for p, *_ in weights])
+        plgpu.barrier_arrive(m.p_full)
         ds = [
             block.logits.gradient(weight, back, piece, per_query(delta, of_piece))
             for (_, weight, back), piece, of_piece in zip(weights, dp, rows, strict=True)
         ]
         tma.fence()  # lse and delta have been read, and TMA may write there
-        tile.store(ds_tmem[self.half], [piece.astype(self.problem.dtype) for piece in ds])
-        plgpu.barrier_arrive(m.ds_full.at[self.half])
+        tile.store(ds_tmem, queries.start, ds)
+        plgpu.barrier_arrive(m.ds_full)
 
     def probabilities(self, logits: Logits, s, at: ScoreTile, rows: pl.Slice, lse, masked: bool):
-        """P, in the dtype of q, of a piece of the scores, and what `Logits.gradient` takes."""
+        """P of a piece of the scores, and what `Logits.gradient` takes."""
         mask = None
         if masked:
             batch, size = opaque(self.work.batch), at.shape[1]
             mask = logits.load_mask(batch, at.first_query, size, transposed=True)
-        p, weight, back = logits.probabilities(s, at, lambda: per_query(lse, rows), mask)
-        return p.astype(self.problem.dtype), weight, back
+        return logits.probabilities(s, at, lambda: per_query(lse, rows), mask)
 
     def finish(self, dk_gmem, dv_gmem):
         """The epilogue: the sum leaves by way of the shared memory of k or v."""

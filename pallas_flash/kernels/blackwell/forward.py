@@ -105,7 +105,7 @@ class TensorMemory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
         s_and_p = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.halves(p.dtype)
-        if forward_roles.p_over_s(t):
+        if t.p_over_s:
             s_and_p = plgpu.RefUnion(*s_and_p)
         o = plgpu.TMEM((ROWS, t.value_width), jnp.float32)
         return cls((s_and_p,) * t.row_tiles, (o,) * t.row_tiles)

@@ -7,16 +7,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.ring import Ring
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import scheduler, tma
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule
-
-
-def p_over_s(t: Tiles) -> bool:
-    """Whether P, 128 x 128 in 16 bits, lies over S: tensor memory has no columns for both."""
-    return t.row_tiles * (ROWS + ROWS // 2 + t.value_width) > tile.TENSOR_COLUMNS
 
 
 class Program(NamedTuple):
@@ -38,14 +32,14 @@ class Program(NamedTuple):
         return range(self.tiles.row_tiles)
 
     @property
-    def k(self) -> Ring:
+    def k(self) -> tile.Ring:
         m = self.memory
-        return Ring((m.k,), m.k_full, m.k_free, self.tiles.stages, self.count)
+        return tile.Ring(m.k, m.k_full, m.k_free, self.count)
 
     @property
-    def v(self) -> Ring:
+    def v(self) -> tile.Ring:
         m = self.memory
-        return Ring((m.v,), m.v_full, m.v_free, self.tiles.value_stages, self.count)
+        return tile.Ring(m.v, m.v_full, m.v_free, self.count)
 
     def first_row(self, i: int) -> IntLike:
         return self.work.tile * self.tiles.block_q + i * ROWS
@@ -115,14 +109,14 @@ class Products(NamedTuple):
     def scores(self, i: int, n: IntLike):
         """Begins S = Q K^T of block n."""
         program, m = self.program, self.program.memory
-        (s, _), (k,) = program.tensor.s_and_p[i], program.k.block(n)
+        (s, _), k = program.tensor.s_and_p[i], program.k.block(n)
         tile.dot_t(s, m.q.at[i, :, : program.tiles.width], k)
         plgpu.tcgen05_commit_arrive(m.s_full.at[i])
 
     def accumulate(self, i: int, n: IntLike):
         """Begins O += P V of block n, by the halves of P."""
         program = self.program
-        (_, halves), (v,) = program.tensor.s_and_p[i], program.v.block(n)
+        (_, halves), v = program.tensor.s_and_p[i], program.v.block(n)
         for half, p in enumerate(halves):
             plgpu.barrier_wait(program.memory.p_full[half].at[i])
             accumulate = True if half else n > 0
@@ -133,7 +127,7 @@ class Products(NamedTuple):
         they are begun, as far as is known, but PTX promises that only to products that add to the
         same sums (PTX ISA, section 9.7.16.6.2, Pipelined tcgen05 Instructions)."""
         t, m = self.program.tiles, self.program.memory
-        if p_over_s(t) and not t.in_order:
+        if t.p_over_s and not t.in_order:
             plgpu.tcgen05_commit_arrive(m.p_read.at[i])
             plgpu.barrier_wait(m.p_read.at[i])
 

@@ -64,7 +64,7 @@ class Softmax(NamedTuple):
             for at, x in list(zip(pieces, s, strict=True))[half * count :][:count]:
                 x, stats = online_softmax.weights(x, stats, log_base, scale, exp2)
                 p.append(self.logits.drop(x, at).astype(self.program.problem.dtype))
-            tile.store(p_tmem[half], p)
+            tile.store(p_tmem[half], 0, p)
             plgpu.barrier_arrive(m.p_full[half].at[self.i])
         return stats
 

@@ -1,13 +1,18 @@
-"""The primitives of the Blackwell kernels: values in registers, tensor memory, roles of warps."""
+"""The primitives of the Blackwell kernels: values in registers, tensor memory, rings of blocks,
+roles of warps."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS
+from pallas_flash.kernels.mosaic import tma
 from pallas_flash.kernels.mosaic.registers import Layouts, per_row, some_below_one
 
 NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
@@ -48,18 +53,35 @@ def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
 
 # Tensor memory
 
-TENSOR_COLUMNS = 512  # of a processor, 32 bits of each of 128 rows
 SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
 
 
 def halves(dtype) -> tuple:
-    """P or dS of a tile in 16 bits, in halves of its columns."""
+    """P of a tile, as a left operand, in halves of its columns."""
     return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
 
 
 def column_slices(width: int, size: int) -> list[pl.Slice]:
     """The columns of a matrix, `size` at a time."""
     return [pl.ds(first, min(size, width - first)) for first in range(0, width, size)]
+
+
+def rescale(o, alpha):
+    """Multiplies O [128, n] in tensor memory by alpha [128], at most 1, of each row; each warp does
+    only if one of its rows asks for it, and without waiting for other warps."""
+
+    @pl.when(some_below_one(alpha, LAYOUTS.row) > 0)
+    def _():
+        for columns in column_slices(o.shape[1], 32):
+            x = plgpu.async_load_tmem(o.at[:, columns], layout=LAYOUTS.tile)
+            await_loads()
+            plgpu.async_store_tmem(o.at[:, columns], x * per_row(alpha, x.shape))
+        await_stores()
+
+
+def in_16_bits(dtype):
+    """P or dS of a tile, as a left operand."""
+    return plgpu.TMEM((ROWS, ROWS), dtype, packed=True)
 
 
 def half(number: int) -> pl.Slice:
@@ -82,11 +104,11 @@ def load(ref, columns: pl.Slice, size: int) -> list:
     return pieces
 
 
-def store(ref, pieces: list):
-    """Stores pieces side by side, and waits until they are there."""
-    first = 0
+def store(ref, first: int, pieces: list):
+    """Stores pieces side by side, from column `first` on, and waits until they are there."""
     for piece in pieces:
-        plgpu.async_store_tmem(ref.at[:, pl.ds(first, piece.shape[1])], piece)
+        at = pl.ds(first, piece.shape[1])
+        plgpu.async_store_tmem(ref.at[:, at], piece.astype(ref.dtype))
         first += piece.shape[1]
     plgpu.commit_tmem()
 
@@ -100,19 +122,6 @@ def write(smem, ref, columns: range, factor: float = 1.0):
         smem[:, at] = (x if factor == 1.0 else x * factor).astype(smem.dtype)
     plgpu.wait_load_tmem()
     plgpu.commit_smem()
-
-
-def rescale(o, alpha):
-    """Multiplies O [128, n] in tensor memory by alpha [128], at most 1, of each row; each warp does
-    only if one of its rows asks for it, and without waiting for other warps."""
-
-    @pl.when(some_below_one(alpha, LAYOUTS.row) > 0)
-    def _():
-        for columns in column_slices(o.shape[1], 32):
-            x = plgpu.async_load_tmem(o.at[:, columns], layout=LAYOUTS.tile)
-            await_loads()
-            plgpu.async_store_tmem(o.at[:, columns], x * per_row(alpha, x.shape))
-        await_stores()
 
 
 def await_loads():
@@ -133,6 +142,46 @@ def await_stores():
         mgpu.utils.inline_ptx("tcgen05.wait::st.sync.aligned;")
 
     tcgen05_wait_st()
+
+
+# Blocks in shared memory
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory for `count` blocks, numbered from 0 on, which TMA fills and products
+    read."""
+
+    smem: Any  # [stages, ...], or a pytree of such arrays
+    full: Any  # an mbarrier for each slot
+    free: Any
+    count: IntLike
+
+    @property
+    def stages(self) -> int:
+        return jax.tree.leaves(self.smem)[0].shape[0]
+
+    def slot(self, n: IntLike) -> IntLike:
+        return tma.slot(n, self.stages)
+
+    def block(self, n: IntLike):
+        return jax.tree.map(lambda smem: smem.at[self.slot(n)], self.smem)
+
+    def fill(self, n: IntLike, source):
+        """Begins to load block n, once its slot is free."""
+        at = self.slot(n)
+        pl.when(n >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[at]))
+        copy = lambda smem, source: plgpu.copy_gmem_to_smem(source, smem.at[at], self.full.at[at])
+        jax.tree.map(copy, self.smem, source)
+
+    def wait(self, n: IntLike):
+        """Waits until block n is there."""
+        plgpu.barrier_wait(self.full.at[self.slot(n)])
+
+    def release(self, n: IntLike):
+        """Frees the slot of block n after the products that this thread has begun, if another block
+        waits for it."""
+        free = lambda: plgpu.tcgen05_commit_arrive(self.free.at[self.slot(n)])
+        pl.when(n + self.stages < self.count)(free)
 
 
 # Roles

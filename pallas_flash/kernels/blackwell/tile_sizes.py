@@ -7,6 +7,7 @@ from pallas_flash.kernels.mosaic.elements import SWIZZLES, row_bytes
 from pallas_flash.kernels.mosaic.tiling import Tiling
 
 ROWS = 128  # of a product, and of tensor memory
+TENSOR_COLUMNS = 512  # of 32 bits
 HALVES = 2  # of a tile's columns: a product begins when the first half of P or dS is there
 
 
@@ -40,6 +41,17 @@ class Tiles(NamedTuple):
         return ROWS
 
     @property
+    def p_over_s(self) -> bool:
+        """Whether P of the forward lies over S, since tensor memory has no columns for both."""
+        columns = self.row_tiles * (self.block_k + self.block_k // 2 + self.value_width)
+        return columns > TENSOR_COLUMNS
+
+    @property
+    def p_over_dp(self) -> bool:
+        """Whether P and dS of dK and dV lie over dP, since tensor memory has no columns for all."""
+        return 3 * ROWS + self.width + self.value_width > TENSOR_COLUMNS
+
+    @property
     def tiling(self) -> Tiling:
         return Tiling(self.block_q, self.block_k, self.columns, transposed=self.owns_keys)
 
@@ -70,9 +82,8 @@ class AllTiles(NamedTuple):
         return None not in (self.dq or self.by_mma.dq, self.dkv or self.by_mma.dkv)
 
     def __str__(self):
+        by_tcgen05 = {"forward": self.forward, "dq": self.dq, "dk, dv": self.dkv}
         names = dict(forward="forward", dq="dq", dkv="dk, dv")
-        by_tcgen05 = {field: t for field in names if (t := getattr(self, field))}
-        by_mma = self.by_mma._replace(**dict.fromkeys(by_tcgen05))
-        each = [f"{names[field]} {t}" for field, t in by_tcgen05.items()]
-        others = str(by_mma)
-        return "; ".join([*each, *([f"by mma: {others}"] if others else [])])
+        others = self.by_mma._replace(**{name: None for name in names if getattr(self, name)})
+        own = [f"{name} {t}" for name, t in by_tcgen05.items() if t]
+        return "; ".join([*own, f"by mma {others}"])

@@ -13,7 +13,6 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import row_bits
 from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, per_column, per_row
 
-
 # Of the bits of a row, eight columns lie in the highest byte, the next eight in the next one.
 BYTES_DOWN = 24
 
