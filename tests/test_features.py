@@ -41,15 +41,15 @@ TEXT = """# What works with what
 
 Made by `tests/test_features.py`, run as its docstring says. *Yes* was run on a CPU, and its result
 compared with the dense reference. *Accepted* was **not run**: `explain` takes the call for an H200
-(`hopper`) or an A100 (`ampere`). What has run of these two are the kernels' own tests, in jax's GPU
-interpreter, and [94 variants on an H100](../scripts/results.md#an-h100). The table of
-transformations has no columns for them.
+(`hopper`), a B200 (`blackwell`) or an A100 (`ampere`). What has run of these three are the kernels'
+own tests, in jax's GPU interpreter, and, but for `blackwell`, [94 variants on an
+H100](../scripts/results.md#an-h100). The table of transformations has no columns for them.
 
 The features of the first table were run together, in two programs for each implementation and
 transformation: a program has all features that the implementation supports, grouped heads, a length
 that no block size divides, values whose head size is not the keys', and the log-sum-exp. Above
-heads of 256 `blockwise` computes the gradients of `ampere`, and forward mode of both. A union and a
-complement of masks are the operators `|` and `~`.
+heads of 256 `blockwise` computes the gradients of `blackwell` and `ampere`, and forward mode of all
+three. A union and a complement of masks are the operators `|` and `~`.
 
 | a call with | {columns} |
 {features}
@@ -215,7 +215,7 @@ def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's kernels need jax 0.11.2")
-@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H100"])
+@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H100", "B200"])
 def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu, monkeypatch):
     monkeypatch.setattr(implementations, "_triton_why_no_import", lambda: "this jax has no Triton")
 
@@ -224,7 +224,7 @@ def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu,
         with as_if_on(GPUS[gpu]):
             return explain(**Call(None, features).arguments(x))
 
-    mosaic = "hopper" if gpu == "H100" else "ampere"
+    mosaic = dict(H100="hopper", B200="blackwell").get(gpu, "ampere")
     for features in [*((name,) for name in FEATURES), *TOGETHER]:
         for dtype in "bfloat16", "float16":
             found = taken(dtype, features)

@@ -13,14 +13,16 @@ import pytest
 from selection import whole_but
 
 from pallas_flash import explain, masks, paged_cache
+from pallas_flash.accounting import GPUS
 from pallas_flash.caches import page_kernels
 from pallas_flash.choose import implementations as table
 from pallas_flash.choose.selfcheck import comparison, small_problems, trial, verdicts
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import hopper, triton
+from pallas_flash.kernels import blackwell, hopper, triton
 from pallas_flash.masks import block_types
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import schedule
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 REFERENCE = fakes.REFERENCE
@@ -252,6 +254,17 @@ def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():
     hopper, dropping = table.BACKENDS[0], problem_of(dtype="bfloat16", **DROPOUT)
     tiles = hopper.tiles(small_problems.make(dropping, fakes.TINY)[0])
     assert hopper.tiles(problem_of(dtype="bfloat16")) != hopper.tiles(dropping) == tiles
+
+
+@no_interpreter
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_trial_fills_each_slot_of_the_blackwell_kernels_again(size):
+    problem = problem_of(dtype="bfloat16", size=size)
+    small, *_ = small_problems.make(problem, small_problems.all_sizes(problem)[0])
+    with as_if_on(GPUS["B200"]):
+        t = blackwell.tiles(small)
+    blocks = small.keys // t.forward.block_k, small.queries // t.dkv.block_q * small.group
+    assert blocks[0] > max(t.forward.stages, t.dq.stages) and blocks[1] > t.dkv.stages
 
 
 ALL_KINDS = {block_types.EMPTY, block_types.PARTIAL, block_types.FULL}

@@ -192,7 +192,7 @@ class Call:
 
 
 # the Mosaic kernels, and a GPU for which each is explained
-EXPLAINED = {"hopper": "H200", "ampere": "A100-80GB"}
+EXPLAINED = {"hopper": "H200", "blackwell": "B200", "ampere": "A100-80GB"}
 
 
 def refused(implementation: str) -> dict[str, str]:
