@@ -82,8 +82,5 @@ class Softmax(NamedTuple):
         loaded = tile.load(s_tmem, pl.ds(0, ROWS), program.tiles.columns)
         s, scales = zip(*map(self.logits.modify, loaded, pieces), strict=True)
         if masked:
-            s = [
-                jnp.where(self.mask.visible(at), x, -jnp.inf)
-                for x, at in zip(s, pieces, strict=True)
-            ]
+            s = [self.mask.select(at)(x, -jnp.inf) for x, at in zip(s, pieces, strict=True)]
         return s, scales[0]
