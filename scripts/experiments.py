@@ -136,8 +136,11 @@ HOPPER = {
 }
 
 TCGEN05 = "blackwell"
-IN_FORWARD = "forward.in_order=True", "forward.rescale_threshold=0", "forward.columns=64"
-IN_BACKWARD = "dkv.in_order=True", "dkv.stages=3", "dq.stages=3"
+IN_FORWARD = (
+    *("forward.in_order=True", "forward.rescale_threshold=0", "forward.columns=64"),
+    *(f"forward.exp2_columns={columns}" for columns in (0, 4, 8, 16)),
+)
+IN_BACKWARD = "dkv.stages=2", "dkv.columns=64", "dq.stages=2", "dq.columns=64"
 FIELDS = "each field: the value that is faster by 1% at heads of 64 and 128, if results stay right"
 
 

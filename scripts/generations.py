@@ -211,11 +211,15 @@ def hopper_memory(p: Attention) -> int:
 
 def blackwell(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     """FlashAttention-4 with two kernels backward. Both tiles of a program compute all blocks that
-    it copies. m and l leave the kernel as one number, in rows of whole programs."""
+    it copies, a share of the exponentials as polynomials. m and l leave the kernel as one number,
+    in rows of whole programs."""
     forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
     padded = 4 * p.heads * int(forward.row_stops()[-1])
     reads = q + p.heads * forward.keys(p.T) * 4 * p.H
     cost = forward.cost(forward.key_blocks(), 2, reads, q + padded, 1)
+    pairs = cost.matrix // (4 * p.H)
+    polynomials = pairs * t.forward.exp2_columns // t.forward.columns
+    cost = cost._replace(exponentials=cost.exponentials - polynomials)
     delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
     # both warpgroups of dQ read lse and delta
     return flash2(p, t, cost, delta, statistics=4 * rows)

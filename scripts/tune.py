@@ -39,9 +39,10 @@ VALUES = dict(
     split=(False, True),
 )
 BY_TCGEN05 = dict(
-    stages=(2, 3, 4),
-    value_stages=(1, 2, 4),
+    stages=(2, 3),
+    value_stages=(1, 2),
     columns=(32, 64),
+    exp2_columns=(0, 4, 8, 16),
     in_order=(False, True),
     rescale_threshold=(0, 8),
 )

@@ -357,14 +357,8 @@ def _inline_mgpu(self, eqn, token, values):
         return token, [jnp.int32(0)]
     if eqn.params["mgpu_fn"].__name__ == "relabel":
         return token, values
-    if eqn.params["mgpu_fn"].__name__ == "keep_bits":
-        flip = inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals["flip"]
-        return token, [_keep_bits(flip, *values)]
-    if eqn.params["mgpu_fn"].__name__ == "row_of_eight":
-        x, number = values
-        return token, [jnp.repeat(x.reshape(-1, 8)[:, number], 8)]
-    if eqn.params["mgpu_fn"].__name__ == "transpose_row_bytes":
-        return token, [_transpose_bytes(values[0])]
+    if compute := _ROW_BITS.get(eqn.params["mgpu_fn"].__name__):
+        return token, [compute(inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals, *values)]
     if eqn.params["mgpu_fn"].__name__ == "columns_by_warp":
         x = values[0]  # 8 columns of 32 for each of four warps
         by_warp = x.reshape(len(x), -1, 4, 8).transpose(2, 0, 1, 3)
@@ -374,24 +368,44 @@ def _inline_mgpu(self, eqn, token, values):
         a, b = a.reshape(4, 16, -1), b.reshape(-1, 4, 8, b.shape[1]).swapaxes(0, 1)
         return token, [acc + (a @ b.reshape(4, -1, b.shape[-1])).reshape(acc.shape)]
     if eqn.params["mgpu_fn"].__name__ == "gather":
+        key, *index = values
         token, value = _call(
-            self, gpu_memory.gather, token, eqn.outvars[0].aval, key=values[0], index=values[1]
+            self, gpu_memory.gather, token, eqn.outvars[0].aval, key=key, index=tuple(index)
         )
         return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
 
 
-def _keep_bits(flip: int, x, *words):
-    bit = jnp.arange(x.shape[1]) % 32 ^ flip
-    words = jnp.repeat(jnp.stack(words, 1), 32, 1)[:, : x.shape[1]]
-    return jnp.where(words >> bit.astype(words.dtype) & 1 == 1, x, 0)
+# kernels/mosaic/row_bits.py, whose functions close over the names in `at`
 
 
-def _transpose_bytes(x):
-    """Of rows 8 n + i of each 32 and bytes m, with the highest first."""
-    shifts = jnp.array([24, 16, 8, 0], x.dtype)
-    each = (x[:, None] >> shifts & 0xFF).reshape(-1, 4, 8, 4)
-    return (each.transpose(0, 3, 2, 1) << shifts).sum(-1, dtype=x.dtype).reshape(-1)
+def _select_by_bits(at, x, *words):
+    bit = jnp.arange(x.shape[1], dtype=jnp.uint32) % 32 ^ at["flip"]
+    words = jnp.repeat(jnp.stack(words, 1), 32, 1)[:, : x.shape[1]].astype(jnp.uint32)
+    return jnp.where(words >> bit & 1 == 1, x, at["other"])
+
+
+def _bits(is_set):
+    return jnp.sum(is_set << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)
+
+
+def _bit_interval(_, start, stop):
+    bit = jnp.arange(32)
+    return _bits((bit >= start[:, None]) & (bit < stop[:, None]))
+
+
+def _lanes_equal(_, x, others):
+    of_warp = jnp.repeat(others.reshape(-1, 32), 32, axis=0)
+    return _bits(x[:, None] == of_warp)
+
+
+_ROW_BITS = dict(
+    select_by_bits=_select_by_bits,
+    bit_interval=_bit_interval,
+    lanes_equal=_lanes_equal,
+    lane_xor=lambda _, x, distance: x[jnp.arange(x.size) ^ distance],
+    lane_of_eight=lambda _, x, number: x[jnp.arange(x.size) & ~7 | number],
+)
 
 
 def _mma(self, eqn, token, values):

@@ -241,9 +241,10 @@ class Observer(Walk):
 
     def _get(self, eqn, args, params):
         first, *indices = args
+        indexers = jax.tree.unflatten(params["tree"], indices)
         if isinstance(first, Ref):
-            return [self.loaded(first, jax.tree.unflatten(params["tree"], indices))]
-        return [UNKNOWN if indices or not isinstance(first, Cell) else first.value]
+            return [self.loaded(first, indexers)]
+        return [UNKNOWN if indexers or not isinstance(first, Cell) else first.value]
 
     _load = _get
 

@@ -195,27 +195,36 @@ def test_garbage_beyond_the_lengths_changes_no_bit(implementation, rng):
 
 # ---- by Mosaic ----
 
+# head size, and query heads of two key heads: of 16 a key head has 24 rows, of 8 it has 12, which
+# all warps share
 BY_MOSAIC = {
-    "causal with lengths, 128": (128, dict(SEEN["causal with lengths"])),
-    "a window and sinks, 64": (64, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
-    "a window, 80": (80, SEEN["a window"]),
-    "a soft cap, 96": (96, dict(SEEN["causal with lengths"], logits_soft_cap=2.0)),
-    "documents, 64": (64, SEEN["documents"]),
-    "some queries, 64": (64, SEEN["some queries"]),
-    "full, 64": (64, {}),
+    "causal with lengths, 128": (128, 8, SEEN["causal with lengths"]),
+    "causal with lengths, 128, 24 rows": (128, 16, SEEN["causal with lengths"]),
+    "a window and sinks, 64": (64, 8, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
+    "a window, 80": (80, 8, SEEN["a window"]),
+    "a window, 80, 24 rows": (80, 16, SEEN["a window"]),
+    "a soft cap, 96": (96, 8, dict(SEEN["causal with lengths"], logits_soft_cap=2.0)),
+    "documents, 64": (64, 8, SEEN["documents"]),
+    "documents, 64, 24 rows": (64, 16, SEEN["documents"]),
+    "some queries, 64": (64, 8, SEEN["some queries"]),
+    "full, 64, 24 rows": (64, 16, {}),
+    "full, 256": (256, 8, {}),
 }
 
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("name", whole_but(BY_MOSAIC, "causal with lengths, 128"))
+@pytest.mark.parametrize(
+    "name",
+    whole_but(BY_MOSAIC, "causal with lengths, 128", "causal with lengths, 128, 24 rows"),
+)
 @pytest.mark.parametrize("implementation", MOSAIC)
 def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
     implementation, name, rng, monkeypatch
 ):
-    head, kw = BY_MOSAIC[name]
+    head, heads, kw = BY_MOSAIC[name]
     monkeypatch.setattr(split_kv, "num_splits", lambda *_: 2)
-    q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, 8)
+    q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, heads)
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
         found = flash_attention(q, k, v, implementation=implementation, return_residual=True, **kw)
     equal_the_oracle(found, q, (k, v), **kw)
@@ -224,14 +233,17 @@ def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
 
 @pytest.mark.gpu
 @needs_interpreter
+@pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("page", whole_but([8, 16, 32, 64, 128], 16))
 @pytest.mark.parametrize("implementation", MOSAIC)
-def test_by_mosaic_pages_equal_the_oracle_without_a_race(implementation, page, rng, monkeypatch):
+def test_by_mosaic_pages_equal_the_oracle_without_a_race(
+    implementation, page, heads, rng, monkeypatch
+):
     """In one split, so that slots of shared memory are used again."""
     monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
     lengths = ints(150, 384, 0)
     call, rows = pool(rng, page, lengths, 384 // page, (128, 128), jnp.bfloat16)
-    q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=8)[0]
+    q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=heads)[0]
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
         found = paged_attention(q, **call, implementation=implementation, return_residual=True)
     equal_the_oracle(found, q, rows, **seen(lengths, 3))

@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -20,9 +21,9 @@ class LogBase(enum.Enum):
         """log_b e."""
         return self.value
 
-    def power(self, x):
+    def power(self, x, exp2: Callable = jnp.exp2):
         """b^x, by an exp2."""
-        return jnp.exp2(x if self is LogBase.TWO else x * (LOG2E / self.log_e))
+        return exp2(x if self is LogBase.TWO else x * (LOG2E / self.log_e))
 
     def log(self, x):
         """log_b x, by a log2."""

@@ -9,7 +9,7 @@ and an exp.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -201,10 +201,16 @@ def raise_maximum(
     return SoftmaxState(m_new, l * alpha, top), alpha
 
 
-def weights(s, stats: SoftmaxState, log_base: LogBase, scale: float | None = None):
+def weights(
+    s,
+    stats: SoftmaxState,
+    log_base: LogBase,
+    scale: float | None = None,
+    exp2: Callable = jnp.exp2,
+):
     """p = b^(s - m) of some or all columns of scores, after the maximum has been raised, and the
     SoftmaxState with their sum."""
-    p = log_base.power((s if scale is None else s * scale) - _each(stats.m, s))
+    p = log_base.power((s if scale is None else s * scale) - _each(stats.m, s), exp2)
     return p, stats._replace(l=stats.l + jnp.sum(p, axis=-1))
 
 

@@ -4,6 +4,7 @@ and in the end these sums."""
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -95,7 +96,10 @@ class Consumer(NamedTuple):
         if masked:
             batch, size = opaque(self.work.batch), at.shape[1]
             mask = logits.load_mask(batch, at.first_query, size, transposed=True)
-        return logits.probabilities(s, at, lambda: per_query(lse, rows), mask)
+        p, weight, back = logits.probabilities(s, at, lambda: per_query(lse, rows), mask)
+        if self.problem.dropped:  # registers do not hold P, which is not the weight then, as it is
+            p = lax.optimization_barrier(p.astype(self.problem.dtype))
+        return p, weight, back
 
     def finish(self, dk_gmem, dv_gmem):
         """The epilogue: the sum leaves by way of the shared memory of k or v."""

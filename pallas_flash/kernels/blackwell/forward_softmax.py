@@ -1,5 +1,6 @@
 """The softmax of the forward: the 128 queries of a tile, of which each thread has one."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.blackwell import tile
+from pallas_flash.kernels.blackwell import exponentials, tile
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS
 from pallas_flash.kernels.mosaic import logits, statistics
 from pallas_flash.kernels.mosaic.mask import TileMask
@@ -56,11 +57,12 @@ class Softmax(NamedTuple):
         # warpgroup has waited since, was begun after that.
         m.alpha[self.i] = alpha
         plgpu.barrier_arrive(m.alpha_full.at[self.i])
+        exp2 = functools.partial(exponentials.exp2_of_tile, columns=t.exp2_columns)
         count = len(pieces) // HALVES
         for half in range(HALVES):
             p = []
             for at, x in list(zip(pieces, s, strict=True))[half * count :][:count]:
-                x, stats = online_softmax.weights(x, stats, log_base, scale)
+                x, stats = online_softmax.weights(x, stats, log_base, scale, exp2)
                 p.append(self.logits.drop(x, at).astype(self.program.problem.dtype))
             tile.store(p_tmem[half], 0, p)
             plgpu.barrier_arrive(m.p_full[half].at[self.i])
@@ -80,8 +82,5 @@ class Softmax(NamedTuple):
         loaded = tile.load(s_tmem, pl.ds(0, ROWS), program.tiles.columns)
         s, scales = zip(*map(self.logits.modify, loaded, pieces), strict=True)
         if masked:
-            s = [
-                jnp.where(self.mask.visible(at), x, -jnp.inf)
-                for x, at in zip(s, pieces, strict=True)
-            ]
+            s = [self.mask.select(at)(x, -jnp.inf) for x, at in zip(s, pieces, strict=True)]
         return s, scales[0]

@@ -23,6 +23,7 @@ class Tiles(NamedTuple):
     stages: int = 2
     value_stages: int = 2
     columns: int = 32  # of the scores that a thread computes at once
+    exp2_columns: int = 0  # of these, whose exponentials are polynomials
     # how far scores may exceed the maximum they are taken from; O is rescaled only beyond
     rescale_threshold: float = 8.0
     # whether a product may overwrite what the product issued before it reads, without a wait:
@@ -75,6 +76,11 @@ class AllTiles(NamedTuple):
     def tangent(self) -> mma.Tiles | None:
         """The kernel of forward mode."""
         return self.by_mma.tangent
+
+    @property
+    def decode(self) -> mma.DecodeTiles | None:
+        """The forward's kernel where that is decoding."""
+        return self.by_mma.decode
 
     @property
     def has_backward(self) -> bool:

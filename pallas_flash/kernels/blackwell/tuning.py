@@ -9,6 +9,7 @@ from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import shared_memory
 from pallas_flash.kernels.mosaic.tiling import cheapest
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.log_base import LogBase
 
 SHARED = hardware.SHARED_KB[10.0] << 10  # bytes of shared memory of a program
 
@@ -16,15 +17,25 @@ SHARED = hardware.SHARED_KB[10.0] << 10  # bytes of shared memory of a program
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
     by_mma = mma.tiles(problem)
-    forward, *backward = _tiles(problem)
+    forward, *backward = _tiles(problem, hardware.compute_capability())
     return AllTiles(None if by_mma.decode else forward, *backward, by_mma)
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
-def _tiles(p: Problem) -> tuple[Tiles | None, ...]:
+def _tiles(p: Problem, capability: float | None) -> tuple[Tiles | None, ...]:
     """The rows of the forward, of dQ, and of dK and dV."""
     tables = forward, backward_dq, backward_dkv
-    return tuple(_row(table.TILES, p, table.Memory) for table in tables)
+    row, *others = (_row(table.TILES, p, table.Memory) for table in tables)
+    return row and row._replace(exp2_columns=_exp2_columns(row, p, capability)), *others
+
+
+def _exp2_columns(t: Tiles, p: Problem, capability: float | None) -> int:
+    """Columns of the forward whose exponentials are polynomials: none on a B300, whose special
+    units compute twice as many as a B200's, and none where instructions bind."""
+    if capability == 10.3 or p.dropped or p.log_base is LogBase.E:
+        return 0
+    # a soft cap takes two of the special units for each score by itself
+    return t.exp2_columns if p.soft_cap is None else t.columns
 
 
 def _row(table, p: Problem, memory) -> Tiles | None:

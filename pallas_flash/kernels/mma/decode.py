@@ -1,5 +1,7 @@
 """Split-KV decoding by mma (Flash-Decoding): a program owns one split of the keys of one key/value
-head, and 64 rows of the new tokens that see them.
+head, and 64 rows of the new tokens that see them: 16 for each warp, which reads all keys. Where
+there are no more than 16 rows all warps have the same, and each reads a quarter of the keys
+(`sliced_k`).
 
 The time is that of reading keys and values, on Hopper too, where wgmma gained 3% at most
 (results.md#an-h100): as many blocks are on their way as shared memory holds. Blocks of 8 bits
@@ -59,11 +61,10 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
     # registers hold O beside a block, and what is made of 8 bits
     is_wide = width > 128 or (stored and width + value_width > 128)
     most = 32 if count > 1 else WIDE_BLOCK if value_width > 128 else 32 if is_wide else ROWS
-    blocks = [block_k for block_k in (ROWS, 32, WIDE_BLOCK) if block_k <= most and count <= 2]
-    kinds = [(block_k, False) for block_k in blocks]
-    if p.queries * p.group <= WARP_ROWS and count == 1:
-        kinds = [(ROWS, True), *kinds]
-    sizes = [(n, *kind) for each in ((6, 5, 4, 3), (2,)) for kind in kinds for n in each]
+    blocks = [(n, False) for n in (ROWS, 32, WIDE_BLOCK) if n <= most and count <= 2]
+    if count == 1 and p.queries * p.group <= WARP_ROWS:  # 16 keys for each warp
+        blocks.insert(0, (ROWS, True))
+    sizes = [(n, *block) for each in ((6, 5, 4, 3), (2,)) for block in blocks for n in each]
     for stages, block_k, is_sliced in sizes:
         rows = ROWS if gpu.has_tma else min(page, block_k)
         in_slots = swizzle_of(stored or p.dtype, slices, rows * count)
@@ -82,7 +83,7 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
 
 
 class Inputs(NamedTuple):
-    q: jax.Array  # [B, tiles of 64 rows, K width]
+    q: jax.Array  # [B, tiles of block_q rows, K width]
     # keys [B, S, K width], or pages as matrices; and values, unless these are keys' columns
     kv: tuple
     # the keys that tokens see, int32 [B, 4], schedule.Blocks of one key; None: the kernel computes
@@ -91,7 +92,7 @@ class Inputs(NamedTuple):
     table: PageTable | None
     # float32 [B, K, S], factors of the 8-bit numbers of keys, and of values, in shared memory
     scales: tuple
-    resolved_mask: ResolvedMask  # of the tokens, with its data by query repeated for 64 rows
+    resolved_mask: ResolvedMask  # of the tokens, with its data by query repeated for tiles
     score_mod: mods.Arrays | None
 
 
@@ -99,8 +100,8 @@ class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
     q: Any  # [block_q, width]; None where queries are copied straight to registers
-    # [stages, block_k, width] of keys, and of values unless these are keys' columns; in a union
-    # with those of sliced_k.Merge
+    # [stages, block_k, width] of keys, and of values unless these are keys' columns; sliced_k: with
+    # a Merge that takes their place at the end
     kv: Any
     in_use: tuple  # a block of keys and one of values, or of both, widened from 8 bits to 16
     sums: Any  # of tile.SumOfParts; None with one warpgroup
@@ -124,10 +125,9 @@ class Memory(NamedTuple):
         wide_count = 0 if not t.stored else count if dtypes[0] == dtypes[1] else 2
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         kv = tuple(map(slots, widths[:count]))
+        q = functools.partial(shared_memory.matrix, p.dtype, t.block_q, t.width)
         return cls(
-            q=matrix(p.dtype, t.block_q, t.width, swizzle=t.swizzle_of_q(p.dtype))
-            if t.copies_q
-            else None,
+            q=q(swizzle=t.swizzle_of_q(p.dtype)) if t.copies_q else None,
             kv=plgpu.RefUnion(kv, sliced_k.Merge.allocate(t.value_width)) if t.sliced_k else kv,
             in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
@@ -148,10 +148,8 @@ def forward(
     (p, rows), t = split_kv.pack_gqa(problem, x, score_mod=True), tiles
     resolved_mask, keys = _mask(problem, x.resolved_mask, t)
     rows = rows._replace(resolved_mask=resolved_mask)
-    inputs, count = (
-        _inputs(p, t, rows, keys, table, scales),
-        schedule.ceil_div(p.queries, t.block_q),
-    )
+    inputs = _inputs(p, t, rows, keys, table, scales)
+    count = schedule.ceil_div(p.queries, t.block_q)
     splits = p.batch, t.num_splits, p.heads, count * t.block_q
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=t),
@@ -211,10 +209,8 @@ def _kernel(
 ):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
     part, count = ColumnSlice.here(t), schedule.ceil_div(p.queries, t.block_q)
-    slots, merge = memory.kv, None
-    if t.sliced_k:
-        slots, merge = slots
     ops = sliced_k if t.sliced_k else tile
+    slots, merge = memory.kv if t.sliced_k else (memory.kv, None)
     program, number = divmod_(program, count)  # neighbours read the same keys
     pair, split = divmod_(program, t.num_splits)
     b, h = divmod_(pair, p.heads)
@@ -249,8 +245,6 @@ def _kernel(
     else:
         q = ops.load_global(q_gmem)
 
-    by_warp = sliced_k.by_warp if t.sliced_k else lambda x: x
-
     def step(n, carry, masked):
         o, stats = carry
         at = head.tile(first_row, _first_key(x.kv[0], x.table, n, t), (t.block_q, t.block_k))
@@ -276,9 +270,9 @@ def _kernel(
             s = jnp.where(visible, s, -jnp.inf)
             if v_scale is not None:  # which may be NaN at keys that no row sees
                 v_scale = jnp.where(visible, v_scale, 0.0)
-        prob, alpha, stats = online_softmax.step(by_warp(s), stats, p.log_base, scale)
+        prob, alpha, stats = online_softmax.step(ops.by_warp(s), stats, p.log_base, scale)
         o = o * per_row(alpha, o.shape)
-        prob = prob if v_scale is None else prob * by_warp(v_scale)
+        prob = prob if v_scale is None else prob * ops.by_warp(v_scale)
         prob = tile.as_left(prob.astype(v.dtype))
         if not masked:
             return ops.dot(o, prob, v), stats
@@ -291,7 +285,6 @@ def _kernel(
     if merge is None:
         tile.store_rows(o_gmem, online_softmax.finish(o, stats.l), p.queries - first_row)
     else:
-        tile.release(tma=False)
         o, stats = merge(o, stats, p.log_base)
         tile.store(o_gmem, o)
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):

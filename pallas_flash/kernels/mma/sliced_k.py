@@ -1,9 +1,9 @@
-"""The primitives of decoding with at most 16 rows, by mma: all four warps have the same rows, and
-each has a quarter of the keys of a block (sliced-K).
+"""The primitives of decoding with at most 16 rows: all four warps have the same rows, and each a
+quarter of the keys of a block (sliced-K), so a block is read from shared memory once.
 
-Scores are a tile [16, keys] up to the softmax. From there on each warp has an online softmax of its
-own, whose rows lie below each other: scores [4 * 16, keys / 4], O [4 * 16, Hv]. At the end they
-are merged through shared memory, as splits are.
+Up to the softmax scores are a tile [16, keys]. From there on each warp has the online softmax of
+its keys, with 16 rows of arrays of 64: of the scores [64, keys / 4], of O [64, Hv]. At the end
+the four are merged, as splits are.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ if tile.LAYOUTS:  # of operands of 16 bits, as those of tile.py
     LAYOUTS = Layouts(
         tile=ACC, row=ACC.reduce(1), column=ACC.reduce(0), columns=WARPS * 8, broadcast=ACC
     )
-    # values: the rows of each warp are the keys of its columns in ACC
+    # of values: each warp has the rows that are its columns of ACC
     VALUES = plgpu.Layout.TILED(
         mgpu.fragmented_array.Tiling(((64, 8), (32, 8), (8, 8), (2, 1))),
         warp_dims=(-6,),
@@ -56,7 +56,7 @@ def dot_t(a, b):
 
 
 def by_warp(x):
-    """The columns [4 * 16, keys / 4] of x [16, keys] that each warp has."""
+    """Reinterprets x [16, keys] as the columns that each warp has, [64, keys / 4]."""
     shape = WARPS * x.shape[0], x.shape[1] // WARPS
 
     @plgpu.inline_mgpu(
@@ -69,8 +69,8 @@ def by_warp(x):
 
 
 def dot(acc, a, b):
-    """acc + a b for each warp's columns of a [4 * 16, keys / 4] and rows of shared memory
-    b [keys, Hv]."""
+    """acc + a b [64, Hv], of a left operand [64, keys / 4], and of the rows that each warp has of
+    shared memory b [keys, Hv]."""
     return _dot(acc, a, plgpu.load(b, layout=VALUES))
 
 
@@ -102,10 +102,10 @@ def _reinterpret(x, layout, shape):
 
 
 class Merge(NamedTuple):
-    """The shared memory in which the warps' softmaxes meet."""
+    """The shared memory by which the four softmaxes are merged."""
 
-    o: Any  # float32 [4 * 16, Hv]
-    m: Any  # float32 [4 * 16]
+    o: Any  # float32 [64, Hv]
+    m: Any  # float32 [64]
     l: Any
 
     @classmethod
@@ -117,7 +117,9 @@ class Merge(NamedTuple):
         )
 
     def __call__(self, o, stats: SoftmaxState, log_base: LogBase):
-        """o [16, Hv] and the SoftmaxState [16] of all keys."""
+        """o [16, Hv] and the SoftmaxState [16] of all keys, from O [64, Hv], not yet divided by l,
+        and the state [64] of each warp's."""
+        tile.release(tma=False)  # the blocks, whose place this takes
         for ref, x in zip(self, (online_softmax.finish(o, stats.l), stats.m, stats.l), strict=True):
             tile.store(ref, x)
         tile.release(tma=False)

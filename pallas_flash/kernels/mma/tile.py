@@ -227,6 +227,11 @@ class SumOfParts(NamedTuple):
         return x + registers.load(self.slots.at[turn, 1 - self.part], LAYOUTS.tile)
 
 
+def by_warp(x):
+    """x itself: a warp has whole rows, unlike in `sliced_k`."""
+    return x
+
+
 def as_left(x):
     """Reinterprets an accumulator, rounded to 16 bits, as mma's left operand."""
 

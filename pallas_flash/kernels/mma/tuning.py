@@ -1,6 +1,7 @@
 """Which of a kernel's rows of tiles a problem takes: the cheapest that fits."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 
 from pallas_flash.jax_support import hardware
@@ -60,8 +61,13 @@ def decode_tiles(
 
 @functools.lru_cache(256)
 def _decode_tiles(p: Problem, gpu: Gpu, page: int, stored: str | None) -> DecodeTiles | None:
-    fits = lambda t: _fits(shared_memory.size(decode.Memory.allocate(p, t)), gpu)
-    return next(filter(fits, decode.candidates(p, gpu, page, stored)), None)
+    candidates = lambda: decode.candidates(p, gpu, page, stored)
+    fit = lambda programs: (
+        lambda t: _fits(shared_memory.size(decode.Memory.allocate(p, t)), gpu, programs)
+    )
+    # of two programs on a multiprocessor one may multiply while the other widens 8 bits
+    widening = itertools.takewhile(lambda t: t.sliced_k and t.stored, candidates())
+    return next(itertools.chain(filter(fit(2), widening), filter(fit(1), candidates())), None)
 
 
 def score_tiles(problem: Problem) -> ScoreTiles | None:

@@ -13,9 +13,6 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import row_bits
 from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, per_column, per_row
 
-# Of the bits of a row, eight columns lie in the highest byte, the next eight in the next one.
-BYTES_DOWN = 24
-
 
 class BitsAndWeight(NamedTuple):
     """P before dropout, or what stands for it, and which of it is kept, for `gradient`."""
@@ -35,14 +32,14 @@ class Dropout(NamedTuple):
     def drop(self, p, tile: ScoreTile):
         """P with 0 where a weight is dropped."""
         if tile.layouts.row_in_thread:
-            return row_bits.keep(p, self._words(tile), BYTES_DOWN)
+            return row_bits.select(p, self._words(tile), 0.0)
         return jnp.where(self._keeps(tile), p, 0.0)
 
     def mark(self, p, weight, tile: ScoreTile):
         """P with 0 where a weight is dropped, and the weight as `gradient` takes it."""
         if tile.layouts.row_in_thread:
             words = self._words(tile)
-            return row_bits.keep(p, words, BYTES_DOWN), BitsAndWeight(weight, words)
+            return row_bits.select(p, words, 0.0), BitsAndWeight(weight, words)
         keeps = self._keeps(tile)
         return jnp.where(keeps, p, 0.0), jnp.where(keeps, weight, -weight)
 
@@ -58,20 +55,22 @@ class Dropout(NamedTuple):
     def _words_of_queries(self, tile: ScoreTile):
         row = iota(tile.shape[0], tile.layouts.row)
         of_row = dropout.of_row(self.first, tile.first_query + row)
-        keys = (jnp.asarray(tile.first_key + n, jnp.int32) for n in range(8))
-        return self._pack(dropout.word(of_row, dropout.of_column(self.second, key)) for key in keys)
+        second = dropout.of_column(self.second, jnp.asarray(tile.first_key, jnp.int32))
+        keys = (jnp.asarray(n, jnp.int32) for n in range(8))
+        return self._pack(dropout.word(of_row, dropout.of_column(second, key)) for key in keys)
 
     def _words_of_keys(self, tile: ScoreTile):
         """Four rows share random words: each of them computes those of eight queries, and then they
         exchange the bits."""
-        row = iota(tile.shape[0], tile.layouts.row)
-        of_row = dropout.of_row(self.first, tile.first_query + (row & (row_bits.LANES - 1)))
+        row, lane = iota(tile.shape[0], tile.layouts.row), row_bits.lane(tile.shape[0])
+        of_row = dropout.of_row(self.first, tile.first_query + lane)
         of_column = dropout.of_column(self.second, tile.first_key + row)
-        words = (dropout.word(row_bits.of_eight(of_row, n), of_column) for n in range(8))
-        return row_bits.transpose_bytes(self._pack(words), row)
+        words = (dropout.word(row_bits.from_eight(of_row, n), of_column) for n in range(8))
+        return row_bits.transpose(self._pack(words), (16, 8))
 
     def _pack(self, words: Iterator):
-        """Whether the weights of eight random words are kept: bit n of each byte is for word n."""
+        """Whether the weights of eight random words are kept: bit n of each byte is for word n, and
+        the bytes, the first of which is a word's highest, come in order."""
         in_each_byte = lambda n: np.uint32(n * 0x01010101)
         bits = np.uint32(0)
         for word in words:
@@ -79,7 +78,10 @@ class Dropout(NamedTuple):
             sum_ = (word & in_each_byte(0x7F)) + in_each_byte(-self.dropped % 128)
             kept = word | sum_ if self.dropped <= 128 else word & sum_
             bits = (bits >> np.uint32(1)) + (kept & in_each_byte(0x80))
-        return bits
+        bits = row_bits.swap_halves(bits)
+        return (bits & np.uint32(0xFF00FF)) << np.uint32(8) | bits >> np.uint32(8) & np.uint32(
+            0xFF00FF
+        )
 
     def _keeps_rows(self, tile: ScoreTile):
         queries, keys = tile.shape
@@ -109,7 +111,7 @@ def gradient(marked, dp, delta):
     """dS without dropout's scale, from a weight of `Dropout.mark`."""
     if isinstance(marked, BitsAndWeight):
         words = [row_bits.swap_halves(word) for word in marked.words]
-        return marked.weight * (row_bits.keep(dp, words, BYTES_DOWN ^ 16) - delta)
+        return marked.weight * (row_bits.select(dp, words, 0.0, flip=row_bits.WORD // 2) - delta)
     return jnp.maximum(marked, 0.0) * dp - jnp.abs(marked) * delta
 
 

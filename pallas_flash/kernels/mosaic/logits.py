@@ -108,8 +108,8 @@ class Logits(NamedTuple):
             factored = online_softmax.factored_scores(s, p.scale, soft_cap)
             prob, weight = online_softmax.factored_gradients(*factored, lse(), soft_cap)
         if mask is not None:
-            visible = mask.visible(tile)
-            prob, weight = jnp.where(visible, prob, 0.0), jnp.where(visible, weight, 0.0)
+            select = mask.select(tile)
+            prob, weight = select(prob, 0.0), select(weight, 0.0)
         if self.dropout is not None:
             prob, weight = self.dropout.mark(prob, weight, tile)
         return prob, weight, back

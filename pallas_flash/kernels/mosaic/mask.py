@@ -1,6 +1,7 @@
 """What the queries of a tile see of a block of keys: their interval, their document, and a dense
 mask, as bits, or a mask_mod."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,8 @@ from pallas_flash.kernels.mosaic.registers import (
     per_column,
     per_row,
 )
+from pallas_flash.kernels.mosaic.row_bits import WORD
+from pallas_flash.kernels.mosaic.row_mask import RowMask
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
 
@@ -43,6 +46,11 @@ class TileMask(NamedTuple):
             )
             seen = seen & (tile.per_query(ids) == key_ids)
         return seen if allowed is None else seen & allowed
+
+    def select(self, tile: ScoreTile) -> Callable:
+        """A function of x and `other`: x where each query sees each key, and `other` elsewhere."""
+        visible = self.visible(tile)
+        return lambda x, other: jnp.where(visible, x, other)
 
     def _in_interval(self, tile: ScoreTile):
         visible = self.resolved_mask.visible
@@ -69,8 +77,11 @@ def load_mask(
     size: int,
     by_pair,
     transposed: bool = False,
-) -> TileMask:
-    """The TileMask of `size` queries from `first_query` on; transposed: they are the columns."""
+) -> TileMask | RowMask:
+    """The mask of `size` queries from `first_query` on; transposed: they are the columns."""
+    if layouts.row_in_thread:
+        by = (by_pair, None) if isinstance(by_pair, HeadBits) else (None, by_pair)
+        return RowMask.load(resolved_mask, batch, first_query, size, *by, transposed)
     queries = pl.ds(first_query, size)
     layout = layouts.column if transposed else layouts.row
     at = resolved_mask.narrow(
@@ -80,8 +91,6 @@ def load_mask(
 
 
 # A dense mask, a bit for each pair of a query and a key, 32 of a row to a word
-
-WORD = 32  # bits
 
 
 class PackedMask(NamedTuple):
@@ -124,24 +133,30 @@ class HeadBits(NamedTuple):
 
     def visible(self, tile: ScoreTile):
         """Whether the mask lets each query see each key."""
-        (first_row, first_column), shape = tile.first, tile.shape
-        _, _, blocks, count, rows = self.words.shape
-        block = lax.div(first_column, jnp.int32(shape[1])) if blocks > 1 else 0
-        columns = tile.layouts.columns
+        columns, shape = tile.layouts.columns, tile.shape
         part = shape[0], columns
         column = per_column(iota(columns, tile.layouts.column), part)
 
-        def bits(n):
-            at = self.batch, self.head, block, n
-            if rows == 1:
-                word = jnp.broadcast_to(self.words[(*at, 0)], part)
-            else:
-                at = (i if isinstance(i, int) else opaque(i) for i in at)
-                ref = self.words.at[(*at, pl.ds(first_row, shape[0]))]
-                word = per_row(load(ref, tile.layouts.row), part)
+        def bits(n, word):
+            word = per_row(word, part) if jnp.ndim(word) else jnp.broadcast_to(word, part)
             word = lax.shift_right_logical(word, column)
             return [
                 word & (1 << bit) != 0 for bit in range(0, min(WORD, shape[1] - n * WORD), columns)
             ]
 
-        return jnp.concatenate([x for n in range(count) for x in bits(n)], axis=1)
+        words = self.words_of_rows(tile)
+        return jnp.concatenate([x for at in enumerate(words) for x in bits(*at)], axis=1)
+
+    def words_of_rows(self, tile: ScoreTile) -> Iterator:
+        """The words of 32 columns each, a vector by row; a scalar if all rows have the same one."""
+        first_row, first_column = tile.first
+        _, _, blocks, count, rows = self.words.shape
+        block = lax.div(first_column, jnp.int32(tile.shape[1])) if blocks > 1 else 0
+        for n in range(count):
+            at = self.batch, self.head, block, n
+            if rows == 1:
+                yield self.words[(*at, 0)]
+            else:
+                at = (i if isinstance(i, int) else opaque(i) for i in at)
+                ref = self.words.at[(*at, pl.ds(first_row, tile.shape[0]))]
+                yield load(ref, tile.layouts.row)

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
-from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
+from pallas_flash.kernels.mosaic.registers import ScoreTile, gather, opaque
 from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.mods import captured, traced
 from pallas_flash.mods.bound import BoundMod
@@ -124,7 +122,11 @@ class HeadMod(NamedTuple):
         x, (at, dtype) = self.values[n], self._reads()[n]
         if at.depends_on >= PAIR:
             x = jnp.concatenate(
-                [_gather(x, self.place(n, part), part) for part in tile.split(AT_ONCE)], axis=1
+                [
+                    gather(x, index=self.place(n, part), layout=tile.layouts.tile)
+                    for part in tile.split(AT_ONCE)
+                ],
+                axis=1,
             )
         elif KEY in at.depends_on:
             x = tile.load_per_key(x)
@@ -145,36 +147,6 @@ class HeadMod(NamedTuple):
 
         steps = self.steps(lambda *x: jnp.broadcast_to(place(*x), tile.shape), tile, first=n)
         return steps.output(0)
-
-
-def _gather(ref, index, tile: ScoreTile):
-    """The elements of a vector in global memory at these indices, a tile: a load for each, of which
-    L1 serves most."""
-    layout = tile.layouts.tile
-    result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=result)
-    def gather(_, ref, index):  # a name that the interpreter in tests/ knows
-        arith, ir, memref, vector = (
-            getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector")
-        )
-
-        def loaded(indices):
-            each = [
-                vector.extract(indices, [], [n])
-                for n in range(ir.VectorType(indices.type).shape[0])
-            ]
-            values = [memref.load(ref, [arith.index_cast(ir.IndexType.get(), n)]) for n in each]
-            return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
-
-        registers = np.vectorize(loaded, otypes=[object])(index.registers)
-        return mgpu.FragmentedArray(
-            _registers=registers,
-            _layout=index.layout,
-            _is_signed=mgpu.utils.is_signed(result.dtype),
-        )
-
-    return gather(ref, index)
 
 
 def for_head(

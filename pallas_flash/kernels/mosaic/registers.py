@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -94,6 +95,39 @@ def some_below_one(alpha, layout):
 def load(ref, layout):
     """A vector or a tile from global memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def gather(ref, *rows: IntLike, index, layout):
+    """The elements of a row in global memory at these indices, which are in this layout: a load for
+    each, of which L1 serves most."""
+    result = plgpu.ShapeDtypeStruct(index.shape, ref.dtype, layout=layout)
+    scalars = (plgpu.Layout.WG_SPLAT,) * len(rows)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *scalars, layout), return_type=result)
+    def gather(_, ref, *indices):  # a name that the interpreter in tests/ knows
+        arith, ir, memref, vector = (
+            getattr(mgpu.utils, name) for name in ("arith", "ir", "memref", "vector")
+        )
+        *rows, index = indices
+        as_index = lambda n: arith.index_cast(ir.IndexType.get(), n)
+        rows = [as_index(row.registers[()]) for row in rows]
+
+        def loaded(indices):
+            each = [
+                vector.extract(indices, [], [n])
+                for n in range(ir.VectorType(indices.type).shape[0])
+            ]
+            values = [memref.load(ref, [*rows, as_index(n)]) for n in each]
+            return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
+
+        registers = np.vectorize(loaded, otypes=[object])(index.registers)
+        return mgpu.FragmentedArray(
+            _registers=registers,
+            _layout=index.layout,
+            _is_signed=mgpu.utils.is_signed(result.dtype),
+        )
+
+    return gather(ref, *(jnp.asarray(row, jnp.int32) for row in rows), index)
 
 
 # what `from_8_bits` leaves to be multiplied by: the exponents of float16 and e5m2 have a bias of

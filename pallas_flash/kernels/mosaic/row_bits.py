@@ -1,113 +1,167 @@
-"""Bits of a row's columns, 32 to a word, where each thread holds a row: a lane of a warp for each
-row."""
+"""Bits of a row's columns, 32 to a word, where each thread holds a row: a warp's lanes are 32 rows.
 
-from collections.abc import Callable
+Words are vectors by row. The interpreter in tests/ knows the names of the inline functions."""
+
+import struct
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WORD = 32  # bits
-LANES = 32
+from pallas_flash.kernels.mosaic.registers import iota
+
+WORD = LANES = 32
 TILE = plgpu.Layout.TCGEN05_TMEM_NATIVE
 ROW = TILE.reduce(1)
 
-# The interpreter in tests/ knows the names of the inline functions.
+
+def lane(rows: int):
+    """The lane of each row."""
+    return iota(rows, ROW) & (LANES - 1)
 
 
-def keep(x, words: list, flip: int = 0):
-    """x where the bit of its column is set, and 0 elsewhere; the bit of column n is n ^ flip. In
-    PTX, or a conversion to 16 bits comes before the choice."""
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE)
+def select(x, words: list, other: float, flip: int = 0):
+    """x where the bit of its column is set, and `other` elsewhere, from a word for each 32 columns;
+    the bit of column n is n ^ flip.
 
-    @plgpu.inline_mgpu(arg_types=(TILE, *(ROW for _ in words)), return_type=result)
-    def keep_bits(_, x, *words):
-        utils = mgpu.utils
-        i32, f32 = utils.ir.IntegerType.get_signless(32), utils.ir.F32Type.get()
-        words, column = [utils.bitcast(word.registers.flat[0], i32) for word in words], 0
-        registers = x.registers.copy()
-        for i, pair in enumerate(x.registers.flat):
+    In PTX: of bits that are tested one after another ptxas makes seven predicates at once, and a
+    conversion to 16 bits stays behind the choice."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(TILE, *(ROW for _ in words)),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=TILE),
+    )
+    def select_by_bits(_, x, *words):
+        utils, registers = mgpu.utils, x.registers.copy()
+        bits, column = [_word(word.registers.flat[0]) for word in words], 0
+        for i, vector in enumerate(x.registers.flat):
             elements = []
-            for j in range(utils.ir.VectorType(pair.type).shape[0]):
-                bit = 1 << (column % WORD ^ flip)
+            for j in range(utils.ir.VectorType(vector.type).shape[0]):
                 code = (
-                    f"{{ .reg .pred p; .reg .b32 t; and.b32 t, $2, {bit:#x}; "
-                    "setp.ne.u32 p, t, 0; selp.f32 $0, $1, 0f00000000, p; }"
+                    f"and.b32 t, $2, {1 << (column % WORD ^ flip):#x}; setp.ne.u32 p, t, 0; "
+                    f"selp.f32 $0, $1, 0f{struct.pack('>f', other).hex()}, p;"
                 )
-                element = utils.vector.extract(pair, [], [j])
-                args = element, words[column // WORD]
-                elements.append(utils.inline_ptx(code, *args, result_types=f32))
+                element = utils.vector.extract(vector, [], [j])
+                elements.append(
+                    utils.inline_ptx(
+                        f"{{ .reg .pred p; .reg .b32 t; {code} }}",
+                        element,
+                        bits[column // WORD],
+                        result_types=element.type,
+                    )
+                )
                 column += 1
-            registers.flat[i] = utils.vector.from_elements(pair.type, elements)
+            registers.flat[i] = utils.vector.from_elements(vector.type, elements)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return keep_bits(x, *words)
+    return select_by_bits(x, *words)
 
 
 def swap_halves(word):
-    """A word by row, whose bit n was bit n ^ 16. Of bits that are tested twice ptxas keeps all
-    predicates until then, in registers; these it does not know again."""
+    """The word whose bit n is bit n ^ 16. Of bits that are tested twice ptxas keeps all predicates
+    until then, in registers; these it does not know again."""
     half = np.uint32(WORD // 2)
     return word << half | word >> half
 
 
-def of_eight(x, number: int):
-    """What row `number` of each eight has in a vector by row."""
+def interval(start, stop):
+    """The bits from `start` to `stop` - 1, of those that a word has."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(ROW, plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROW),
-    )
-    def row_of_eight(_, x, number):
-        shuffle = lambda x: _shuffle("idx", x, number.registers[()], LANES - 8 << 8 | 31)
-        return _each_register(x, shuffle)
+    @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=_by_row(start, jnp.uint32))
+    def bit_interval(_, start, stop):
+        # a shift by 32 or more leaves 0
+        code = """{
+            .reg .b32 before;
+            .reg .b32 from;
+            shl.b32 before, -1, $2;
+            not.b32 before, before;
+            shl.b32 from, -1, $1;
+            and.b32 $0, from, before;
+        }"""
+        return _each_register(code, start, stop)
 
-    return row_of_eight(x, jnp.asarray(number, jnp.int32))
-
-
-def transpose_bytes(x, lane):
-    """Words by row, whose byte m in row 8 n + i of each 32 was byte n of row 8 m + i, where bytes
-    are numbered from the highest down."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(ROW, ROW), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=ROW)
-    )
-    def transpose_row_bytes(_, x, lane):
-        utils = mgpu.utils
-        i32 = utils.ir.IntegerType.get_signless(32)
-        constant = lambda n: utils.c(n, i32)
-        [lane] = (utils.bitcast(y, i32) for y in lane.registers.flat)
-
-        def transpose(x):
-            # the bytes that stay and those of the other lane, for lower and higher lanes
-            for distance, lower, higher in ((16, 0x3276, 0x5410), (8, 0x3715, 0x6240)):
-                other = _shuffle("bfly", x, constant(distance), 31)
-                is_higher = utils.arith.cmpi(
-                    utils.arith.CmpIPredicate.ne,
-                    utils.arith.andi(lane, constant(distance)),
-                    constant(0),
-                )
-                choice = utils.arith.select(is_higher, constant(higher), constant(lower))
-                x = utils.prmt(x, other, choice)
-            return x
-
-        return _each_register(x, transpose)
-
-    return transpose_row_bytes(x, lane)
+    return bit_interval(jnp.maximum(start, 0), jnp.maximum(stop, 0))
 
 
-def _each_register(x, compute: Callable):
-    """compute(word) of each register of a vector by row."""
-    i32, registers = mgpu.utils.ir.IntegerType.get_signless(32), x.registers.copy()
-    for i, register in enumerate(x.registers.flat):
-        word = compute(mgpu.utils.bitcast(register, i32))
-        registers.flat[i] = mgpu.utils.bitcast(word, register.type)
-    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+def equal(x, others):
+    """Which lanes of its warp have in `others` what a row has in x. A step for each number that
+    occurs in a warp's `others`: one, or a few."""
+
+    @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=_by_row(x, jnp.uint32))
+    def lanes_equal(_, x, others):
+        code = """{
+            .reg .pred p; .reg .b32 left, number, lanes, result;
+            mov.b32 result, 0;
+            mov.b32 left, -1;
+            NEXT:
+            clz.b32 number, left;
+            xor.b32 number, number, 31;
+            shfl.sync.idx.b32 number, $2, number, 31, -1;
+            setp.eq.s32 p, $2, number;
+            vote.sync.ballot.b32 lanes, p, -1;
+            setp.eq.s32 p, $1, number;
+            @p mov.b32 result, lanes;
+            xor.b32 left, left, lanes;
+            setp.ne.u32 p, left, 0;
+            @p bra.uni NEXT;
+            mov.b32 $0, result;
+        }"""
+        return _each_register(code, x, others)
+
+    return lanes_equal(x, others)
 
 
-def _shuffle(kind: str, x, lane, bounds: int):
-    utils = mgpu.utils
-    constant = lambda n: utils.c(n, utils.ir.IntegerType.get_signless(32))
-    kind = getattr(utils.nvvm.ShflKind, kind)
-    return utils.nvvm.shfl_sync(constant(-1), x, lane, constant(bounds), kind)
+def transpose(word, distances: tuple[int, ...] = (16, 8, 4, 2, 1)):
+    """Bits whose column's and whose row's number are exchanged within 32 x 32, or of both numbers
+    only the bits in `distances`: (16, 8) exchanges bytes."""
+    number = lane(word.shape[0])
+    for n in distances:
+        is_higher = number & n != 0
+        low = np.uint32(sum(1 << bit for bit in range(WORD) if not bit & n))
+        mine = jnp.where(is_higher, ~low, low)
+        by = jnp.where(is_higher, np.uint32(WORD - n), np.uint32(n))
+        other = from_lane(word, n)
+        word = word & mine | (other << by | other >> (np.uint32(WORD) - by)) & ~mine
+    return word
+
+
+def from_lane(x, distance: int):
+    """What the lane has whose number differs in the bits of `distance`."""
+
+    @plgpu.inline_mgpu(arg_types=(ROW, plgpu.Layout.WG_SPLAT), return_type=_by_row(x, x.dtype))
+    def lane_xor(_, x, distance):
+        code = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
+        return _each_register(code, x, distance)
+
+    return lane_xor(x, jnp.asarray(distance, jnp.int32))
+
+
+def from_eight(x, number: int):
+    """What lane `number` of each eight lanes has."""
+
+    @plgpu.inline_mgpu(arg_types=(ROW, plgpu.Layout.WG_SPLAT), return_type=_by_row(x, x.dtype))
+    def lane_of_eight(_, x, number):
+        code = f"shfl.sync.idx.b32 $0, $1, $2, {LANES - 8 << 8 | 31}, -1;"
+        return _each_register(code, x, number)
+
+    return lane_of_eight(x, jnp.asarray(number, jnp.int32))
+
+
+def _by_row(x, dtype):
+    return plgpu.ShapeDtypeStruct(x.shape, dtype, layout=ROW)
+
+
+def _word(register):
+    return mgpu.utils.bitcast(register, mgpu.utils.ir.IntegerType.get_signless(WORD))
+
+
+def _each_register(code: str, *operands):
+    """A vector of what the PTX computes of each register of vectors by row, and of scalars."""
+    first = operands[0]
+    registers = first.registers.copy()
+    for i, register in enumerate(first.registers.flat):
+        words = [_word(x.registers.flat[i % x.registers.size]) for x in operands]
+        result = mgpu.utils.inline_ptx(code, *words, result_types=words[0].type, convergent=True)
+        registers.flat[i] = mgpu.utils.bitcast(result, register.type)
+    return mgpu.FragmentedArray(_registers=registers, _layout=first.layout, _is_signed=False)
