@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import row_bits
@@ -70,7 +71,9 @@ class RowMask(NamedTuple):
         return words & row_bits.equal(ids, others)
 
     def _keys_in_interval(self, tile: ScoreTile):
-        relative = lambda end: jnp.broadcast_to(end - tile.first_key, tile.shape[:1])
+        relative = lambda end: plgpu.layout_cast(
+            jnp.broadcast_to(end - tile.first_key, tile.shape[:1]), row_bits.ROW
+        )
         return row_bits.interval(relative(self.start), relative(self.stop))
 
     def _visible_to_keys(self, tile: ScoreTile):
