@@ -15,11 +15,12 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+import jax
+
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash.choose import implementations
-from pallas_flash.jax_support import hardware
 from scripts.bench import clock, machine, peers, report
 from scripts.bench.cases import JVP, Case
 from scripts.bench.measure import Row, measure
@@ -134,9 +135,8 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=Help,
     )
     add = parser.add_argument
-    capability = hardware.compute_capability()  # of NVIDIA's GPUs
-    mosaic = implementations.GPUS_KERNELS.get(capability, "ampere")
-    default = mosaic if capability else "triton"
+    is_nvidia = getattr(jax.devices()[0], "compute_capability", None)
+    default = implementations.kernels_of_gpu() or ("ampere" if is_nvidia else "triton")
     add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")

@@ -29,8 +29,13 @@ FEW = 64  # queries
 GPUS_KERNELS = {9.0: "hopper", 10.0: "blackwell", 10.3: "blackwell"}  # by compute capability
 
 
+def kernels_of_gpu() -> str | None:
+    """The implementation that is written for the GPU that a call is for."""
+    return GPUS_KERNELS.get(hardware.compute_capability())
+
+
 def _better_kernels(problem: Problem) -> str | None:
-    name = GPUS_KERNELS.get(hardware.compute_capability())
+    name = kernels_of_gpu()
     return name and f"this GPU has kernels of its own, {name}'s: ask for it by name"
 
 
