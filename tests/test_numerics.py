@@ -16,6 +16,7 @@ from check import TOLERANCE, close, cotangents, program, run
 from pallas_flash import flash_attention
 from pallas_flash.choose import implementations
 from pallas_flash.kernels import triton
+from pallas_flash.kernels.blackwell import exponentials
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -394,3 +395,17 @@ def test_what_all_weights_multiply_is_rounded_by_the_product_and_what_is_added_t
         r"dot_general.*-> tensor<1x2x128x16x(\w+)>", jax.jit(attend).lower(q, k).as_text()
     )
     assert set(found) == {"bf16" if rounded else "f32"}
+
+
+def test_an_exp2_by_multiply_adds_errs_by_at_most_an_ulp_of_bfloat16():
+    x = np.linspace(-126, 8, 2**20, dtype=np.float32)
+    exp2, expected = jax.jit(exponentials.exp2), np.exp2(np.float64(x))
+    error = np.asarray(exp2(x)) / expected - 1
+    assert abs(error).max() <= exponentials.ERROR and abs(error.mean()) < 1e-6
+    narrow = [np.asarray(jnp.bfloat16(p)).view(np.int16) for p in (exp2(x), expected)]
+    assert abs(narrow[0] - narrow[1]).max() <= 1
+    tiny = np.linspace(-127, -126, 1000, dtype=np.float32)
+    assert abs(exp2(tiny) - np.exp2(tiny)).max() < 2.0**-126
+    np.testing.assert_array_equal(
+        exp2(jnp.float32([-np.inf, LOWEST, -1000, -127, 0, 3, np.nan])), [0, 0, 0, 0, 1, 8, np.nan]
+    )

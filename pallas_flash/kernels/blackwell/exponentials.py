@@ -1,34 +1,31 @@
-"""2^x on the units of multiply-adds, for a share of the exponentials: where a B200 computes 16 of
-them a clock by its special units, which bind the forward of small heads, and 128 multiply-adds."""
+"""2^x by multiply-adds, for a share of a tile: of exponentials the special units of a B200 compute
+16 a clock, which binds the forward of narrow heads."""
 
 import jax.numpy as jnp
 from jax import lax
 
-# 2^f for f in [-1/2, 1/2]: 1 + f (C1 + f (C2 + f C3)), whose relative error is at most ERROR and 0
-# on average, so that sums of weights keep their precision. 2^0 is 1 exactly.
+# 2^f for f in [-1/2, 1/2] is 1 + f (C1 + f (C2 + f C3)), with a relative error of at most ERROR
+# that is 0 on average, as sums of weights ask for. 2^0 is 1, so that 2^-127 can be 0.
 COEFFICIENTS = 0.693973423, 0.241864104, 0.0520157097
 ERROR = 1.84e-4
-# adding it rounds to an integer n, which the low bits of the sum then have
-_ROUND = 1.5 * 2**23
-_LEAST = -127.0  # 2^x is 0 from here on, as a number below 2^-126 is by the special units
+LEAST = -127.0  # 2^x is 0 from here on, and inexact from -126 on, where numbers are subnormal
+_TO_INTEGER = 1.5 * 2**23  # what is added to it is rounded to an integer, in the low bits
 
 
 def exp2(x):
-    """2^x of float32 x below 127, by a polynomial; 0 for x up to -127."""
-    x = jnp.maximum(x, _LEAST)
-    rounded = lax.optimization_barrier(x + _ROUND)  # XLA would add both constants first
-    f = x - (rounded - _ROUND)
+    """2^x of float32 x below 127."""
+    x = jnp.maximum(x, LEAST)
+    integer = lax.optimization_barrier(x + _TO_INTEGER)  # XLA would add up both constants
+    f = x - (integer - _TO_INTEGER)
     c1, c2, c3 = COEFFICIENTS
     power = 1.0 + f * (c1 + f * (c2 + f * c3))
-    exponent = lax.bitcast_convert_type(rounded, jnp.int32) << 23
-    return lax.bitcast_convert_type(
-        lax.bitcast_convert_type(power, jnp.int32) + exponent, jnp.float32
-    )
+    bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits(power) + (bits(integer) << 23), jnp.float32)
 
 
-def with_share(x, columns: int):
-    """2^x of a tile, by the polynomial for the last `columns` columns."""
-    if not columns:
-        return jnp.exp2(x)
+def exp2_of_tile(x, columns: int):
+    """2^x of a tile, of its last `columns` columns by multiply-adds."""
     first = x.shape[1] - columns
-    return jnp.concatenate([jnp.exp2(x[:, :first]), exp2(x[:, first:])], axis=1)
+    parts = [(jnp.exp2, x[:, :first])] if first else []
+    parts += [(exp2, x[:, first:])] if columns else []
+    return jnp.concatenate([power(part) for power, part in parts], axis=1)

@@ -29,9 +29,10 @@ from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.problem.arguments import Operands, Problem
 
-# Rows for head sizes, by shared memory. Exponentials bind where products are narrower than 256
-# columns in all: 2064 clocks a step of a B200's 16 a clock, for 8 of products a column and some
-# 1200 of instructions. Of 8 in 32 as polynomials 1552 and 1450 are left.
+# Rows for head sizes, with as many stages as shared memory holds. A step, both tiles by 128 keys,
+# takes a B200 8 clocks of products for each column of width and value_width, 2064 of exponentials
+# (16 a clock) and some 1170 of instructions. Where exponentials bind, 8 columns of 32 are
+# polynomials: 1552 of exponentials, 1420 of instructions.
 TILES = (
     Tiles(64, 64, row_tiles=2, stages=4, value_stages=4, exp2_columns=8),
     Tiles(64, 128, row_tiles=2, stages=3, value_stages=3, exp2_columns=8),

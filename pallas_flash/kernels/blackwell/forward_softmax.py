@@ -57,7 +57,7 @@ class Softmax(NamedTuple):
         # warpgroup has waited since, was begun after that.
         m.alpha[self.i] = alpha
         plgpu.barrier_arrive(m.alpha_full.at[self.i])
-        exp2 = functools.partial(exponentials.with_share, columns=t.exp2_columns)
+        exp2 = functools.partial(exponentials.exp2_of_tile, columns=t.exp2_columns)
         count = len(pieces) // HALVES
         for half in range(HALVES):
             p = []

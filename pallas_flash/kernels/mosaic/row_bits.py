@@ -67,13 +67,21 @@ def swap_halves(word):
 
 def interval(start, stop):
     """The bits from `start` to `stop` - 1, of those that a word has."""
-    start = jnp.maximum(start, 0)
 
     @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=_by_row(start, jnp.uint32))
-    def bit_interval(_, start, width):
-        return _each_register("bmsk.clamp.b32 $0, $1, $2;", start, width)
+    def bit_interval(_, start, stop):
+        # a shift by 32 or more leaves 0
+        code = """{
+            .reg .b32 before;
+            .reg .b32 from;
+            shl.b32 before, -1, $2;
+            not.b32 before, before;
+            shl.b32 from, -1, $1;
+            and.b32 $0, from, before;
+        }"""
+        return _each_register(code, start, stop)
 
-    return bit_interval(start, jnp.maximum(stop - start, 0))
+    return bit_interval(jnp.maximum(start, 0), jnp.maximum(stop, 0))
 
 
 def equal(x, others):
@@ -87,7 +95,8 @@ def equal(x, others):
             mov.b32 result, 0;
             mov.b32 left, -1;
             NEXT:
-            bfind.u32 number, left;
+            clz.b32 number, left;
+            xor.b32 number, number, 31;
             shfl.sync.idx.b32 number, $2, number, 31, -1;
             setp.eq.s32 p, $2, number;
             vote.sync.ballot.b32 lanes, p, -1;
