@@ -78,6 +78,11 @@ class AllTiles(NamedTuple):
         return self.by_mma.tangent
 
     @property
+    def decode(self) -> mma.DecodeTiles | None:
+        """The forward's kernel where that is decoding."""
+        return self.by_mma.decode
+
+    @property
     def has_backward(self) -> bool:
         return None not in (self.dq or self.by_mma.dq, self.dkv or self.by_mma.dkv)
 
