@@ -23,8 +23,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash.accounting import GPU, GPUS
+from pallas_flash.choose import implementations
 from scripts.bench import gpu_code, machine, programs
-from scripts.bench import tiles as of_tiles
 from scripts.bench.cases import Case, all_tokens, one_token
 from scripts.bench.peers import Contender, contender
 from scripts.bench.run import Run, Task, add_options, share_gpu
@@ -180,7 +180,7 @@ def main(argv=None) -> int:
 
 def of_this_machine() -> list[str]:
     """The experiments but those of another GPU's kernels."""
-    others = of_tiles.kernels_of_other_gpus()
+    others = {*implementations.GPUS_KERNELS.values()} - {implementations.for_this_gpu()}
     return [name for name, one in EXPERIMENTS.items() if one.contenders[0] not in others]
 
 

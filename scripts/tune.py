@@ -15,8 +15,6 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-import jax
-
 # scripts/ is no installed package
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -135,8 +133,7 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=Help,
     )
     add = parser.add_argument
-    is_nvidia = getattr(jax.devices()[0], "compute_capability", None)
-    default = implementations.kernels_of_gpu() or ("ampere" if is_nvidia else "triton")
+    default = implementations.for_this_gpu() or "triton"
     add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")

@@ -7,15 +7,10 @@ import jax
 
 # the public functions take no tiles
 from pallas_flash import attention
-from pallas_flash.choose import implementations, selection
+from pallas_flash.choose import selection
 from pallas_flash.kernels import hopper
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.transforms import autodiff
-
-
-def kernels_of_other_gpus() -> set[str]:
-    """The implementations that are written for other GPUs than this machine's."""
-    return {*implementations.GPUS_KERNELS.values()} - {implementations.kernels_of_gpu()}
 
 
 class Change(NamedTuple):
