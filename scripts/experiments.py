@@ -24,7 +24,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash.accounting import GPU, GPUS
 from pallas_flash.choose import implementations
-from pallas_flash.jax_support import hardware
 from scripts.bench import gpu_code, machine, programs
 from scripts.bench.cases import Case, all_tokens, one_token
 from scripts.bench.peers import Contender, contender
@@ -181,8 +180,7 @@ def main(argv=None) -> int:
 
 def of_this_machine() -> list[str]:
     """The experiments but those of another GPU's kernels."""
-    kernels = implementations.GPUS_KERNELS
-    others = {*kernels.values()} - {kernels.get(hardware.compute_capability())}
+    others = {*implementations.GPUS_KERNELS.values()} - {implementations.for_this_gpu()}
     return [name for name, one in EXPERIMENTS.items() if one.contenders[0] not in others]
 
 

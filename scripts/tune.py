@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from pallas_flash.choose import implementations
-from pallas_flash.jax_support import hardware
 from scripts.bench import clock, machine, peers, report
 from scripts.bench.cases import JVP, Case
 from scripts.bench.measure import Row, measure
@@ -134,9 +133,7 @@ def parse(argv) -> argparse.Namespace:
         formatter_class=Help,
     )
     add = parser.add_argument
-    capability = hardware.compute_capability()  # of NVIDIA's GPUs
-    mosaic = implementations.GPUS_KERNELS.get(capability, "ampere")
-    default = mosaic if capability else "triton"
+    default = implementations.for_this_gpu() or "triton"
     add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")

@@ -389,9 +389,9 @@ def _bits(is_set):
     return jnp.sum(is_set << jnp.arange(32, dtype=jnp.uint32), -1, dtype=jnp.uint32)
 
 
-def _bit_interval(_, start, stop):
+def _bit_interval(_, start, after):
     bit = jnp.arange(32)
-    return _bits((bit >= start[:, None]) & (bit < stop[:, None]))
+    return _bits((bit >= start[:, None]) & (bit < 32 - after[:, None]))
 
 
 def _lanes_equal(_, x, others):

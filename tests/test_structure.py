@@ -128,6 +128,7 @@ OUTSIDE = sorted([*(ROOT / "models").glob("*.py"), *(ROOT / "scripts").rglob("*.
 INSIDE = {
     "tiles.py": {"attention", "problem", "transforms", "kernels", "choose"},
     "tune.py": {"choose"},
+    "experiments.py": {"choose"},
 }
 
 

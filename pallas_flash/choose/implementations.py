@@ -29,6 +29,13 @@ FEW = 64  # queries
 GPUS_KERNELS = {9.0: "hopper", 10.0: "blackwell", 10.3: "blackwell"}  # by compute capability
 
 
+def for_this_gpu() -> str | None:
+    """The name of the Mosaic kernels for the GPU that a call is for; None where that is not
+    NVIDIA's."""
+    capability = hardware.compute_capability()
+    return capability and GPUS_KERNELS.get(capability, "ampere")
+
+
 def _better_kernels(problem: Problem) -> str | None:
     name = GPUS_KERNELS.get(hardware.compute_capability())
     return name and f"this GPU has kernels of its own, {name}'s: ask for it by name"

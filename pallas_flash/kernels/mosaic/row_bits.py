@@ -69,19 +69,17 @@ def interval(start, stop):
     """The bits from `start` to `stop` - 1, of those that a word has."""
 
     @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=_by_row(start, jnp.uint32))
-    def bit_interval(_, start, stop):
-        # a shift by 32 or more leaves 0
+    def bit_interval(_, start, after):
+        # a shift by 32 leaves 0; of an inverted word ptxas would not test seven bits at once
         code = """{
-            .reg .b32 before;
-            .reg .b32 from;
-            shl.b32 before, -1, $2;
-            not.b32 before, before;
+            .reg .b32 from, before;
             shl.b32 from, -1, $1;
+            shr.u32 before, -1, $2;
             and.b32 $0, from, before;
         }"""
-        return _each_register(code, start, stop)
+        return _each_register(code, start, after)
 
-    return bit_interval(jnp.maximum(start, 0), jnp.maximum(stop, 0))
+    return bit_interval(jnp.maximum(start, 0), WORD - jnp.clip(stop, 0, WORD))
 
 
 def equal(x, others):
