@@ -67,7 +67,8 @@ def of_pages(query, key, value, *, stored=None, **options) -> Case:
             pages[f"{name}_scales"] = in_pages(scale)
             taken = x.astype(jnp.float32) * scale[..., None]
             key, value = (taken, value) if name == "k" else (key, taken)
-    plain = dict(query=query, key=key, value=value, key_value_seq_lengths=LENGTHS)
+    wide = query.astype(key.dtype)  # float32 beside what was stored in 8 bits
+    plain = dict(query=wide, key=key, value=value, key_value_seq_lengths=LENGTHS)
     return Case(paged_attention, dict(query=query, **pages), flash_attention, plain)
 
 
