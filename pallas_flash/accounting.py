@@ -73,7 +73,7 @@ class GPU(NamedTuple):
 
 _A100 = GPU(
     "NVIDIA A100-SXM4-80GB",
-    *FAMILIES["A100"],
+    *FAMILIES["A100"][:2],
     clock=1.41e9,
     products=312e12,
     float32=19.5e12,
@@ -85,7 +85,7 @@ _A100 = GPU(
 )
 _H100 = GPU(
     "NVIDIA H100 80GB HBM3",
-    *FAMILIES["H100"],
+    *FAMILIES["H100"][:2],
     clock=1.83e9,
     products=989.4e12,
     float32=66.9e12,
@@ -125,13 +125,13 @@ _RTX_5090 = GPU(
 # the clock is computed: a multiprocessor does 8192 FLOP a clock
 _B200 = GPU(
     "NVIDIA B200",
-    *FAMILIES["B200"],
+    *FAMILIES["B200"][:2],
     clock=1.856e9,
     products=2.25e15,
     float32=75e12,
     bandwidth=8e12,
     memory=192 << 30,
-    l2=126 << 20,
+    l2=FAMILIES["B200"].l2 << 20,
     shared_memory=228 << 10,
     registers=65536,
 )

@@ -4,6 +4,7 @@ programs of several tiles, what is copied and padded, and the tables of tiles.""
 import functools
 import re
 
+import fakes
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
@@ -306,21 +307,21 @@ def test_a_group_of_heads_in_parts_has_the_gradients_of_the_whole_group(
     assert not races.found
 
 
-# Pairs of batch row and head, bytes and programs of each: pairs to a section
+H200, B200 = fakes.Device("NVIDIA H200"), fakes.Device("NVIDIA B200", "10.0", 148)
+# GPU, pairs of batch row and head, bytes and programs of each: pairs to a section
 SECTIONS = {
-    (256, 1 << 20, 8): 32,  # as many as L2 holds
-    (256, 64 << 20, 8): 16,  # as keep three quarters of 132 processors busy
-    (16, 64 << 20, 512): 1,
-    (4, 1 << 20, 8): 4,
+    (H200, 256, 1 << 20, 8): 32,  # as many as L2 holds
+    (B200, 256, 1 << 20, 8): 64,
+    (H200, 256, 64 << 20, 8): 16,  # as keep three quarters of 132 processors busy
+    (H200, 16, 64 << 20, 512): 1,
+    (H200, 4, 1 << 20, 8): 4,
 }
 
 
-@pytest.mark.parametrize("pairs, size, programs", SECTIONS)
-def test_a_section_has_what_l2_holds_but_enough_for_most_processors(
-    pairs, size, programs, monkeypatch
-):
-    monkeypatch.setattr(hardware, "processors", lambda: 132)
-    assert scheduler._section(pairs, size, programs) == SECTIONS[pairs, size, programs]
+@pytest.mark.parametrize("gpu, pairs, size, programs", SECTIONS)
+def test_a_section_has_what_l2_holds_but_enough_for_most_processors(gpu, pairs, size, programs):
+    with jax.default_device(gpu):
+        assert scheduler._section(pairs, size, programs) == SECTIONS[gpu, pairs, size, programs]
 
 
 UNFIT = {

@@ -18,6 +18,7 @@ class Family(NamedTuple):
 
     capability: tuple[int, int]
     cores: int = 132  # streaming multiprocessors; an H100's where a family's GPUs differ
+    l2: int = 50  # MB of L2 cache that the order of programs counts on; an H100's unless said
 
 
 # KB of shared memory that a program can have, by compute capability, where the GPU does not say it
@@ -32,8 +33,8 @@ FAMILIES = {
     "GeForce RTX 40": Family((8, 9)),
     "H100": Family((9, 0), 132),
     "H200": Family((9, 0), 132),
-    "B200": Family((10, 0), 148),
-    "B300": Family((10, 3), 148),
+    "B200": Family((10, 0), 148, l2=126),
+    "B300": Family((10, 3), 148, l2=126),
     "GeForce RTX 50": Family((12, 0)),
     "RTX PRO": Family((12, 0)),
 }
@@ -150,6 +151,11 @@ def processors() -> int:
         return FAMILIES["H100"].cores
     known = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
     return known or (_family(device) or FAMILIES["H100"]).cores
+
+
+def l2_cache() -> int:
+    """Bytes of the L2 cache of the GPU that a call is for; where that is not known, an H100's."""
+    return (_family(here()) or FAMILIES["H100"]).l2 * 2**20
 
 
 def _family(device: jax.Device | AbstractDevice) -> Family | None:

@@ -123,7 +123,7 @@ def _with_tiles_per_program(t: Tiles, p: Problem, processors: int) -> Tiles:
         scheduler.divide_evenly(p, count, n)
         and programs(n) > processors
         and work(n) <= work(1)
-        and keys(n) * t.key_bytes(p.dtype) <= scheduler.L2
+        and keys(n) * t.key_bytes(p.dtype) <= scheduler.section_bytes()
     )
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
     n = max(filter(fits, range(2, most + 1)), default=1)
@@ -138,7 +138,8 @@ def _with_parts(t: KeyTiles, p: Problem, processors: int) -> KeyTiles:
     programs = functools.partial(scheduler.key_programs, p, t.block_k)
     head_bytes = p.queries * t.query_bytes(p.dtype)
     fits = lambda n: (
-        programs(n) >= 4 * processors and 2 * head_bytes * (p.group // n) <= scheduler.L2
+        programs(n) >= 4 * processors
+        and 2 * head_bytes * (p.group // n) <= scheduler.section_bytes()
     )
     parts = (n for n in range(1, p.group) if p.group % n == 0 and fits(n))
     return t._replace(group_parts=next(parts, p.group))

@@ -15,9 +15,9 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
-# bytes of the L2 cache (50 MB) that the inputs of a section may take: 35 MB are read from there, 69
-# MB are not (results.md#hopper-by-the-clock)
-L2 = 36 * 2**20
+# of the L2 cache, what the inputs of a section may take: of an H100's 50 MB 35 are read from there,
+# 69 are not (results.md#hopper-by-the-clock)
+L2_SHARE = 0.72
 
 
 class WorkTile(NamedTuple):
@@ -102,13 +102,20 @@ def key_tile(
     return WorkTile(batch, part * heads, divmod_(part, group_parts)[0], tile)
 
 
+def section_bytes() -> float:
+    """Bytes of the inputs of a section that the L2 cache holds, on the GPU that a call is for."""
+    return L2_SHARE * hardware.l2_cache()
+
+
 def _section(pairs: int, bytes_: int, programs: int) -> int:
     """How many of all pairs of batch and head, each of so many bytes and programs, make a section:
     as many as L2 holds, but enough for three quarters of the processors. With fewer, programs of
     several sections run at a time, long ones beside short ones, which are soon at other heads."""
     divisors = [n for n in range(1, pairs + 1) if pairs % n == 0]
     busy = (n for n in divisors if 4 * n * programs >= 3 * hardware.processors())
-    return max(next(busy, pairs), max((n for n in divisors if n * bytes_ <= L2), default=1))
+    return max(
+        next(busy, pairs), max((n for n in divisors if n * bytes_ <= section_bytes()), default=1)
+    )
 
 
 def _pair(program: IntLike, section: int, count: int):
