@@ -29,6 +29,7 @@ from jax._src import callback
 from jax._src import core as jax_core
 
 from pallas_flash.caches import attend
+from pallas_flash.devices import sharding
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.transforms import autodiff, equation
@@ -168,6 +169,7 @@ def _clear_caches():
     for jitted in autodiff.attend, autodiff._attention, attend._attend_jit:
         jitted.clear_cache()
     equation._compiled.cache_clear()
+    sharding._program_once.cache_clear()
 
 
 def record_products(monkeypatch) -> list:

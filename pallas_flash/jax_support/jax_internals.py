@@ -88,6 +88,13 @@ def traced_lines():
         current.context = before
 
 
+def unvarying(arrays: list) -> list:
+    """The arrays, which vary over axes of a mesh, typed as if they did not: plgpu.warp_map refuses
+    a kernel's arrays that vary."""
+    with find("jax._src.config", "_check_vma")(False):
+        return [jax.lax.bitcast_convert_type(x, x.dtype) for x in arrays]
+
+
 # ---- what only arrays on a mesh with Auto axes need. jax has no public place for it ----
 
 

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.jax_support.jax_internals import traced_lines
+from pallas_flash.jax_support.jax_internals import traced_lines, unvarying
 from pallas_flash.jax_support.pytrees import IntLike
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
@@ -55,6 +55,8 @@ def launch(
         )
 
     entry.__name__ = name
+    axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
+    leaves = unvarying(leaves) if axes else leaves
     call = plgpu.kernel(
         entry,
         out_type=() if adds else out_type,
@@ -82,7 +84,6 @@ def launch(
         results = call(*leaves)
     # Inside of shard_map the results vary over the axes of the mesh that the operands vary over,
     # which the call does not see.
-    axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
     return [lax.pcast(x, axes, to="varying") for x in results] if axes else results
 
 
