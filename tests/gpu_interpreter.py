@@ -370,10 +370,12 @@ def _inline_mgpu(self, eqn, token, values):
         a, b = a.reshape(4, 16, -1), b.reshape(-1, 4, 8, b.shape[1]).swapaxes(0, 1)
         return token, [acc + (a @ b.reshape(4, -1, b.shape[-1])).reshape(acc.shape)]
     if eqn.params["mgpu_fn"].__name__ == "gather":
-        key, *index = values
-        token, value = _call(
-            self, gpu_memory.gather, token, eqn.outvars[0].aval, key=key, index=tuple(index)
-        )
+        count = eqn.params["pytree_args"].num_leaves
+        key, *index = values[:count]
+        (transforms, *_) = eqn.params["pytree_ref_transforms"].unflatten(values[count:])
+        key, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, key, transforms)
+        ref = dict(key=key, transforms=transforms, index=tuple(index))
+        token, value = _call(self, gpu_memory.gather, token, eqn.outvars[0].aval, **ref)
         return token, [value]
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
 

@@ -22,8 +22,8 @@ def read_registers(memory, thread, *, key):
     return memory.get_buffer_content(*_access(memory, key), thread)[0]
 
 
-def gather(memory, thread, *, key, index):
-    return memory.get_buffer_content(*_access(memory, key), thread)[0][index]
+def gather(memory, thread, *, key, transforms, index):
+    return memory.get_buffer_content(*_access(memory, key, transforms), thread)[0][index]
 
 
 def wgmma(
