@@ -177,6 +177,7 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     text = explain(*shapes, is_causal=True, key_value_seq_lengths=lengths, implementation="triton")
     assert text.implementation == "triton" and set(text.why_not) == {
         "hopper",
+        "blackwell",
         "ampere",
         "blockwise",
         "reference",

@@ -61,7 +61,7 @@ WRONG = {
     "a name of no implementation": (
         {},
         dict(implementation="flash"),
-        "implementation must be None or one of hopper, ampere, triton",
+        "implementation must be None or one of hopper, blackwell, ampere, triton",
     ),
     "ragged tokens of other rows": (
         {},

@@ -11,7 +11,9 @@ from scripts.gpt_run.folder import read_config
 
 BYTES = 256
 # of flash_attention, which cannot be asked before jax is there
-IMPLEMENTATIONS = "hopper ampere triton blockwise reference flash1 standard xla cudnn".split()
+IMPLEMENTATIONS = (
+    "hopper blackwell ampere triton blockwise reference flash1 standard xla cudnn".split()
+)
 AXES = ("data", "model", "context")  # of a mesh
 PRESETS = dict(
     tiny=dict(layers=2, heads=2, features=64, context=64, batch=8, steps=800, eval_every=200),
