@@ -227,7 +227,7 @@ def test_by_mosaic_output_lse_and_maxima_equal_the_oracle_without_a_race(
             for b, length in enumerate(lengths):
                 k[b, length:], v[b, length:] = np.nan, np.inf
             v = v if has_values else None
-            assert "decoding 64 x" in str(explain(q, k, v, **options, **of_rows).tiles)
+            assert "decoding " in str(explain(q, k, v, **options, **of_rows).tiles)
             found = flash_attention(q, k, v, **options, **of_rows)
     k, v = (x.astype(np.float32) for x in rows)
     found = found[0].astype(jnp.float32) / small, *found[1:]
@@ -254,7 +254,7 @@ def test_by_mosaic_gradients_are_those_of_the_copy(implementation, rng, on):
 def test_warpgroups_that_do_not_wait_for_each_other_are_a_race(rng, on, monkeypatch):
     from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
 
-    monkeypatch.setattr(tile, "meet", lambda warpgroups: None)
+    monkeypatch.setattr(tile, "named_barrier", lambda *_: None)
     q, k = (normal(rng, 1, n, heads, 576, dtype="bfloat16") for n, heads in ((1, 3), (256, 1)))
     with on("ampere", detect_races=True) as races:
         flash_attention(q, k, None, value_size=512, implementation="ampere")
