@@ -328,8 +328,10 @@ BARRIERS = {
     )
     | dict(s_full=OTHER_TYPE, alpha_full=UNSEEN),
     "backward_dq": dict.fromkeys(("q_full", "do_full", "k_full", "v_full", "k_free", "v_free")),
+    "backward_dkv": dict.fromkeys(("do_free", "p_full", "ds_full", "dp_loaded"))
+    | dict(s_free=UNSEEN, step_done=UNSEEN),
 }
-LENGTHS = {"forward": (256, 512), "backward_dq": (128, 512)}
+LENGTHS = {"forward": (256, 512), "backward_dq": (128, 512), "backward_dkv": (512, 128)}
 LEFT_OUT |= {
     f"blackwell, {kernel}: the waits for {barrier}": LeftOut(
         "blackwell",
