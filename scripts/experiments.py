@@ -159,6 +159,7 @@ BLACKWELL = {
     for passes, changes in dict(forward=IN_FORWARD, backward=IN_BACKWARD).items()
 }
 EXPERIMENTS = HOPPER | BLACKWELL
+WIDTH = max(map(len, EXPERIMENTS)) + 2  # of the column of their names
 
 
 def main(argv=None) -> int:
@@ -173,7 +174,7 @@ def main(argv=None) -> int:
     if not machine.on_gpu():
         raise SystemExit("experiments.py: error: there is no GPU here; --dry goes without.")
     for name, one in chosen.items():
-        print(f"{name:<18}{one.case}, {one.passes}; it decides: {one.decides}")
+        print(f"{name:<{WIDTH}}{one.case}, {one.passes}; it decides: {one.decides}")
     tasks = [Task(e.case, [e.passes], [*map(contender, e.contenders)]) for e in chosen.values()]
     return Run(args, tasks, "experiments").all()
 
@@ -196,7 +197,8 @@ def each(act: Callable[[Contender, Case, str], str], chosen: dict[str, Experimen
                 said = f"not run: {error}"
             except Exception as error:  # whatever a contender raises
                 said, has_failed = f"failed: {type(error).__name__}: {error}", True
-            print(f"{name:<18}{one.name}: {said}; {time.monotonic() - begun:.0f} s", flush=True)
+            seconds = time.monotonic() - begun
+            print(f"{name:<{WIDTH}}{one.name}: {said}; {seconds:.0f} s", flush=True)
     return int(has_failed)
 
 
