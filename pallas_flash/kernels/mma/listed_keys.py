@@ -81,21 +81,6 @@ class ByList(NamedTuple):
     scales: tuple
 
 
-def why_not(problem: Problem) -> str | None:
-    """Why decoding cannot run a problem with lists, or None."""
-    p, mask = problem, problem.resolved_mask
-    others = {
-        "a bias": p.bias is not None,
-        "a dense mask": p.mask is not None,
-        "a mask_mod": mask.mask_mod is not None,
-        "segment ids": mask.query_ids is not None,
-        "a score_mod": p.score is not None,
-        "dropout": p.dropped,
-    }
-    beside = " or ".join(name for name, is_there in others.items() if is_there)
-    return f"it gathers the keys of lists without {beside}" if beside else None
-
-
 def heads_of_lists(p: Problem) -> int:
     """The number of heads that have a list and a key/value head each, or share them."""
     return max(p.kv_heads, p.resolved_mask.lists.entries.shape[1])
@@ -126,7 +111,7 @@ def by_list(problem: Problem, x: Operands, pages: PageTable | None, scales) -> B
     kv = x.key, x.value
     if pages is not None:
         table = _in_pages(table, pages)
-        kv = jax.tree.map(lambda a: a.reshape(1, -1, *a.shape[2:]), kv)
+        kv = jax.tree.map(lambda a: pages.layout.join(a[None]), kv)
 
     rows = as_decoding(p)
     q = jnp.pad(x.query, ((0, 0), (0, -p.queries % rows.queries), (0, 0), (0, 0)))
