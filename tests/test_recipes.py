@@ -262,6 +262,7 @@ CASES = [
         maxtext("CHUNK"),
     ),
 ]
+IN_PAGES = {"mla_decode_in_pages", "nsa_by_pages"}  # without gradients
 NAMESPACE = {}
 exec(compile(CODE, "recipes.md", "exec"), NAMESPACE)
 
@@ -313,9 +314,22 @@ def test_mla_in_pages_is_the_dense_formula(dtype, atol, rng):
     equal(NAMESPACE["mla_decode_in_pages"](pool=pool, **x), expected, atol)
 
 
+def test_nsa_by_pages_is_the_dense_formula(rng):
+    shapes = dict(q=(B, 40, N, H), k=(B, 40, K, H), v=(B, 40, K, 3))
+    x = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    own = np.broadcast_to(np.arange(40) // 8, (B, K, 40)).swapaxes(1, 2)
+    chosen = np.stack([own // 2, own, np.full_like(own, -1)], 3).astype(np.int32)
+    chosen[..., 0] = np.where(chosen[..., 0] == own, -1, chosen[..., 0])
+    chosen[1, :, 1, 2] = np.where(own[1, :, 1] > 3, 3, -1)
+    seen = (np.arange(40) // 8 == chosen[..., None]).any(3).transpose(0, 2, 1, 3)
+    seen = seen.repeat(N // K, 1) & (np.arange(40) <= np.arange(40)[:, None])
+    found = NAMESPACE["nsa_by_pages"](**x, chosen=chosen, size=8)
+    equal(found, attention(**x, seen=seen), 1e-5)
+
+
 def test_every_recipe_is_at_most_ten_lines_and_has_a_case():
     lines = CODE.splitlines()
     size = lambda node: sum(map(bool, lines[node.lineno - 1 : node.end_lineno]))
     assert {name: size(node) for name, node in RECIPES.items() if size(node) > 10} == {}
     classes = {name for name, node in RECIPES.items() if isinstance(node, ast.ClassDef)}
-    assert {case.recipe for case in CASES} == {*RECIPES} - classes - {"mla_decode_in_pages"}
+    assert {case.recipe for case in CASES} == {*RECIPES} - classes - IN_PAGES
