@@ -93,7 +93,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         why_not, condition = selection.reasons(choice.backend, call.implementation, objections)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
-        copies = choice.backend.copies(problem)
+        taken = choice.backend.problem(problem)
+        copies = choice.backend.copies(taken)
         decoding = getattr(choice.tiles, "decode", None)
         columns = _columns(problem, decoding)
         itemsizes = [np.dtype(problem.dtype).itemsize] * len(columns)
@@ -101,7 +102,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         in_context = "reverse mode, of first order"
         derivatives = in_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
-        backward = _backward(choice.backend, problem, call.deterministic)
+        backward = _backward(choice.backend, taken, call.deterministic)
     return Explanation(
         problem,
         choice.backend.name,

@@ -147,6 +147,8 @@ LENGTHS = np.array([9, 33], np.int32)
 IDS = np.array([[0] * 9 + [1] * 31, [2] * 20 + [0] * 20], np.int32)
 ENDS = np.array([[0, 7, 7, 30], [0, 11, 20, 40]], np.int32)
 SEQUENCES = np.array([np.searchsorted(ends, np.arange(40), side="right") for ends in ENDS])
+# entries that name nothing, repeats, and an empty list
+LISTS = np.array([[[0, 3, -1], [1, 1, 0], [9, 4, 2], [3, -7, 3], [5, 5, 5]], [[4, 0, 1]] * 5])
 
 # Each kind of mask of two batch rows, 40 queries and 40 keys, and what it shows: (b, h, q_idx,
 # kv_idx) -> bool, in NumPy.
@@ -164,6 +166,10 @@ KINDS = {
         lambda b, h, q, k: (
             (SEQUENCES[b, q] == SEQUENCES[b, k]) & (SEQUENCES[b, q] % ENDS.shape[1] > 0)
         ),
+    ),
+    "KeyLists": (
+        masks.KeyLists(LISTS[:, :, None], block=8, query_block=8),
+        lambda b, h, q, k: (LISTS[b, q // 8] == k[..., None] // 8).any(-1),
     ),
     "Dilated": (masks.Dilated(3), lambda b, h, q, k: (q - k) % 3 == 0),
     "GlobalTokens": (masks.GlobalTokens(4), lambda b, h, q, k: (q < 4) | (k < 4)),

@@ -150,6 +150,7 @@ REFERENCE = Backend(
     lambda problem, tiles, operands: reference.attend(problem, operands),
     lambda problem, tiles, *args: reference.backward(problem, *args),
     is_dense=True,
+    takes_lists=lambda p: True,
 )
 
 

@@ -42,11 +42,11 @@ class Objections:
 
     def cannot(self, backend: Backend) -> str | None:
         """Why it cannot run the call."""
-        return backend.why_not(self.problem)
+        return backend.why_no_lists(self.problem) or backend.why_not(backend.problem(self.problem))
 
     def by_default(self, backend: Backend) -> str | None:
         """Why it does not run the call unless it is named."""
-        return backend.why_not_by_default(self.problem)
+        return backend.why_not_by_default(backend.problem(self.problem))
 
     def failed_check(self, backend: Backend) -> str | None:
         """What this machine's self-check says, where it has run or may run."""
@@ -58,7 +58,7 @@ class Objections:
 
     def checked(self, backend: Backend) -> tuple[Backend, Problem, comparison.EntryPoint]:
         """The arguments of the self-check."""
-        return backend, self.problem, comparison.FLASH_ATTENTION
+        return backend, backend.problem(self.problem), comparison.FLASH_ATTENTION
 
 
 def first(
@@ -91,7 +91,7 @@ def first(
             f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "
             f"got {name!r}.{hint}"
         )
-    return Choice(backend, backend.tiles(problem))
+    return Choice(backend, backend.tiles(backend.problem(problem)))
 
 
 def checked_tangent(backend: Backend, problem: Problem, tiles, *args):

@@ -41,14 +41,17 @@ def canonicalize(call: Call) -> Call:
     if isinstance(call.mask, masks.Mask):
         # with a context, the call may have this device's rows alone
         tokens = (query.shape[-3], key.shape[-3]) if call.context is None else None
-        new = (_canonical_part(part, lead, N, tokens) for part in masks.leaves(call.mask))
+        K = key.shape[-2]
+        new = (_canonical_part(part, lead, (N, K), tokens) for part in masks.leaves(call.mask))
         each["mask"] = masks.with_leaves(call.mask, new)
     return call.replace(**each)
 
 
-def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads: int, tokens) -> masks.Mask:
+def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads, tokens) -> masks.Mask:
     if isinstance(part, masks.MaskMod | masks.BlockTypes):
-        part = part.with_indices(lead, heads)
+        part = part.with_indices(lead, heads[0])
+    if isinstance(part, masks.KeyLists):
+        part = part.with_letter(*heads)
     return part.canonical(tokens)
 
 
@@ -121,6 +124,11 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
         (ResolvedMask.BY_KEY, "BS"),
     ):
         resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: axes_of(x, letters))
+
+    if (lists := resolved_mask.lists) is not None:
+        by_head = "BN" if lists.entries.shape[1] == problem.heads else "BK"
+        lists = dataclasses.replace(lists, entries=axes_of(lists.entries, by_head))
+        resolved_mask = dataclasses.replace(resolved_mask, lists=lists)
 
     def mod_axes(mod):
         fields = dict(batch="B", head="N", block_types="BN", offset="B")

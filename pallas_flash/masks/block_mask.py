@@ -1,6 +1,7 @@
 """A block mask: a mask with the types of its blocks, computed once for many calls, or drawn."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ from pallas_flash import checks
 from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks import block_types
+from pallas_flash.masks.key_lists import KeyLists
 from pallas_flash.masks.mask import And, BlockTypes, Mask, conjuncts, leaves, split, with_leaves
-from pallas_flash.masks.resolution import resolve
+from pallas_flash.masks.resolution import resolve, split_lists
 
 
 @pytrees.dataclass(repr=False)
@@ -83,7 +85,8 @@ def create_block_mask(
     queries, keys = checks.count("queries", queries), checks.count("keys", keys)
     block, batch = checks.count("block", block), checks.count("batch", batch)
     heads, query_offset = checks.count("heads", heads), _static("query_offset", query_offset)
-    whole = with_leaves(mask, (_as_arrays(x.canonical((queries, keys))) for x in leaves(mask)))
+    whole = (_as_arrays(x.canonical((queries, keys))) for x in leaves(mask))
+    whole = with_leaves(mask, (_fitting(x, queries, heads) for x in whole))
     rows = {
         len(x)
         for part in leaves(whole)
@@ -97,7 +100,7 @@ def create_block_mask(
     batch = max({batch, *rows})
     resolved_mask = resolve(conjuncts(whole), batch, queries, keys, query_offset)
     types = block_types.compute(resolved_mask, batch, heads, queries, block, block)
-    count = len(split(conjuncts(whole))[1])
+    count = len(split_lists(split(conjuncts(whole))[1])[1])
     uses = False, False
     if (bound := resolved_mask.mask_mod) is not None:
         uses = bound.mod.uses_batch, bound.mod.uses_head
@@ -153,6 +156,13 @@ def _static(name: str, x) -> int:
             f"{checks.description(x)}."
         )
     return int(offset)
+
+
+def _fitting(part: Mask, queries: int, heads: int) -> Mask:
+    if not isinstance(part, KeyLists):
+        return part
+    lists = part.indices.shape[-2]
+    return part.fitting(part.indices.shape[:-3], queries, heads, math.gcd(heads, lists))
 
 
 def _as_arrays(part: Mask) -> Mask:

@@ -28,6 +28,8 @@ def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     inside = jnp.broadcast_to(
         inside, (inside.shape[0] if inside.ndim == 3 else 1, row.size, key.size)
     )[:, None]
+    if v.lists is not None:
+        inside = inside & v.lists.visible_pairs(heads, row, key)
     return (
         inside
         if v.mask_mod is None
@@ -75,11 +77,13 @@ def resize(types, block: int, queries: int, keys: int, block_q: int, block_k: in
     """Converts types of blocks of `block` queries and keys to those of block_q by block_k: partial
     where the given types do not tell."""
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
-        types = _resize(types, axis, block, -(-length // size), size)
+        types = resize_axis(types, axis, block, -(-length // size), size)
     return types
 
 
-def _resize(types, axis: int, block: int, count: int, size: int):
+def resize_axis(types, axis: int, block: int, count: int, size: int):
+    """Converts types of blocks of `block` rows or columns along an axis to `count` types of blocks
+    of `size`."""
     if size == block:
         return types
     first = np.arange(count)[:, None] * size // block

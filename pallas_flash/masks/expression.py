@@ -10,6 +10,7 @@ import jax
 
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.masks.key_lists import ListTable
 from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, describe, split
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
@@ -39,7 +40,7 @@ def _expression(mask: Mask, resolve: Callable):
             return Or(inner(first), inner(second))
         case Not(inside):
             return Not(inner(inside))
-        case MaskMod():
+        case MaskMod() | ListTable():
             return mask
     intervals, others = split(conjuncts(mask))
     parts = list(map(inner, others))
@@ -77,6 +78,8 @@ def _visible(expression, place: Place, b, h, q, k):
             b, h = (n if known is None else _at(known, n) for known, n in ((batch, b), (head, h)))
             q = q if place.positions is None else _at(place.positions, b, row)
             return function(arrays, b, h, q, k)
+        case ListTable():
+            return expression.visible(b, h, row, k)
     mask = expression.narrow(ResolvedMask.BY_BATCH, lambda x: _at(x, b))
     mask = mask.narrow(ResolvedMask.BY_QUERY, lambda x: _at(x, b, row))
     mask = mask.narrow(ResolvedMask.BY_KEY, lambda x: _at(x, b, k))

@@ -9,7 +9,18 @@ import numpy as np
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.expression import Place, as_mask_mod
-from pallas_flash.masks.mask import And, BlockTypes, Mask, MaskMod, both, leaves, split
+from pallas_flash.masks.key_lists import KeyLists
+from pallas_flash.masks.mask import (
+    And,
+    BlockTypes,
+    Mask,
+    MaskMod,
+    both,
+    leaves,
+    split,
+    with_leaves,
+)
+from pallas_flash.masks.resolved_lists import LEAST_TABLE, ResolvedLists
 from pallas_flash.masks.resolved_mask import REACH, ResolvedMask, clip
 from pallas_flash.mods.mask_mod import BoundMaskMod
 
@@ -73,10 +84,36 @@ def _resolve(masks: list[Mask], rows: QueryRows, keys: int) -> ResolvedMask:
             left, right = _least(left, band[0]), _least(right, band[1])
         else:
             resolved = mask.narrow(resolved, rows)
+    lists, mods = split_lists(mods)
+    if lists:
+        first, *others = (mask.resolve(keys) for mask in lists)
+        joined = functools.reduce(ResolvedLists.within, others, first)
+        resolved = dataclasses.replace(resolved, lists=joined)
+    mods = [_with_tables(mask, keys) for mask in mods]
     if mods:
         types = [mask for mask in masks if isinstance(mask, BlockTypes)]
         resolved = dataclasses.replace(resolved, mask_mod=_mask_mod(mods, types, rows, keys))
     return resolved.with_band(rows.shape, rows.row, left, right, rows.offset)
+
+
+def split_lists(mods: list[Mask]) -> tuple[list[KeyLists], list[Mask]]:
+    """The lists whose keys may be gathered, and the masks that become a mask_mod beside them."""
+    lists = [mask for mask in mods if isinstance(mask, KeyLists)]
+    # those without a table cannot be in a mask_mod
+    lists = [mask for mask in lists if not mask.has_table] or lists[:1]
+    sizes = sorted({(mask.block, mask.query_block) for mask in lists})
+    if len(sizes) > 1:
+        raise TypeError(
+            "& joins KeyLists of equal block and query_block, or with block * query_block >= "
+            f"{LEAST_TABLE}; got (block, query_block) = {', '.join(map(str, sizes))}."
+        )
+    return lists, [mask for mask in mods if not any(mask is x for x in lists)]
+
+
+def _with_tables(mask: Mask, keys: int) -> Mask:
+    """The mask with tables in place of its lists."""
+    as_table = lambda x: x.as_table(keys) if isinstance(x, KeyLists) else x
+    return with_leaves(mask, map(as_table, leaves(mask)))
 
 
 def _least(a: int | None, b: int | None) -> int | None:

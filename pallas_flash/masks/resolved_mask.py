@@ -18,7 +18,7 @@ REACH = 2**28
 @pytrees.dataclass(static=("keys",))  # which jax.export may make a symbol
 class ResolvedMask:
     """Which keys each query sees: a diagonal band, lengths, an interval for each row, document ids,
-    and a mask_mod.BoundMaskMod.
+    lists of keys, and a mask_mod.BoundMaskMod.
 
     Static: `keys` = S, and the band's `left` and `right`. The rest is data, or None: by batch
     `offset`, `key_stop` and `query_stop` [B]; by query `start`, `stop`, `contiguous` (the ids fill
@@ -38,6 +38,7 @@ class ResolvedMask:
     query_ids: IntLike | None = None
     key_ids: IntLike | None = None
     mask_mod: Any = None  # a BoundMaskMod
+    lists: Any = None  # ResolvedLists
 
     ALL = np.iinfo(np.int32).max // 2  # a stop that hides nothing
     BY_BATCH = ("offset", "key_stop", "query_stop")
@@ -191,6 +192,7 @@ class ResolvedMask:
                 f"query offset {self.offset if isinstance(self.offset, int) else 'by batch'}"
             )
         words += [text for name, text in _WORDS.items() if getattr(self, name) is not None]
+        words += [] if self.lists is None else [str(self.lists)]
         words += [] if self.mask_mod is None else [f"where {self.mask_mod.mod}"]
         return ", ".join(words) or "full"
 

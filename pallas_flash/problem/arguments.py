@@ -4,6 +4,7 @@ Every error that a user can cause is raised here, before anything is traced into
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -104,6 +105,13 @@ class Problem:
             score=score,
             sinks=x.sinks is not None,
         )
+
+    @functools.cached_property
+    def with_table(self) -> "Problem":
+        """The problem with a table of blocks in place of lists of keys."""
+        to_table = functools.partial(masks.with_table, heads=self.heads, queries=self.queries)
+        mask = jax.eval_shape(to_table, self.resolved_mask)
+        return dataclasses.replace(self, resolved_mask=mask)
 
     @property
     def scope(self) -> str:
@@ -224,6 +232,13 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
         values_are_keys=value is None,
     )
     return problem, operands
+
+
+def with_table(problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    """The problem and operands with a table of blocks in place of lists of keys."""
+    mask = masks.with_table(operands.resolved_mask, problem.heads, problem.queries)
+    problem = dataclasses.replace(problem, resolved_mask=shapes(mask))
+    return problem, operands._replace(resolved_mask=mask)
 
 
 def visible(sizes: Sizes, call: Call) -> ResolvedMask:
@@ -365,6 +380,8 @@ def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
     part, arrays = part.canonical((sizes.of["T"], sizes.of["S"])), {}
     if isinstance(part, masks.BlockTypes):
         return part.fitting(sizes.of["B"], sizes.of["N"])
+    if isinstance(part, masks.KeyLists):
+        return part.fitting(sizes.lead, *(sizes.of[c] for c in "TNK"))
     for field, letters in part.ARRAYS.items():
         x, name = getattr(part, field), f"{type(part).__name__}.{field}"
         if x is None:

@@ -25,6 +25,11 @@ def never(tiles) -> bool:
     return False
 
 
+def no_lists(problem: Problem) -> bool:
+    """The default `Backend.takes_lists`."""
+    return False
+
+
 def trace_now(problem: Problem, operands: Operands) -> None:
     """The default `Backend.results_like`: the forward is traced at once."""
 
@@ -51,6 +56,8 @@ class Backend(NamedTuple):
     tangent: Callable | None = None
     # whether it is a few products of whole arrays, which vmap and XLA's partitioner split unaided
     is_dense: bool = False
+    # whether it attends by a problem's lists of keys; else by a table of their blocks
+    takes_lists: Callable[[Problem], bool] = no_lists
     paged: PagedKernel | None = None  # None: it attends to a copy of the pages in order
     keeps_base_2: bool = False  # whether its scores are in the problem's log base, else in base e
     # whether its backward takes a RowScale for lse, and do and delta without a factor
@@ -96,6 +103,20 @@ class Backend(NamedTuple):
         """Whether its backward for a problem adds in any order, and another is deterministic."""
         in_order = dataclasses.replace(problem, deterministic=True)
         return self.tiles(problem) != self.tiles(in_order)
+
+    def problem(self, problem: Problem) -> Problem:
+        """The problem as it takes it: with a table in place of lists, where it takes none."""
+        lists = problem.resolved_mask.lists
+        if lists is None or not lists.has_table or self.takes_lists(problem):
+            return problem
+        return problem.with_table
+
+    def why_no_lists(self, problem: Problem) -> str | None:
+        """Why it cannot attend by a problem's lists of keys, or None."""
+        lists = problem.resolved_mask.lists
+        if lists is None or lists.has_table or self.takes_lists(problem):
+            return None
+        return f"it reads {lists} only as a table, which block * query_block >= 64 allows"
 
     def log_base(self, problem: Problem) -> LogBase:
         """The log base of its scores."""

@@ -33,7 +33,9 @@ def is_decoding(problem: Problem) -> bool:
     decoding does not support."""
     p = problem
     others = [field.name for field in dataclasses.fields(p) if field.name not in _SUPPORTED]
-    is_supported = not any(getattr(p, name) for name in others) and p.resolved_mask.mask_mod is None
+    mask = p.resolved_mask
+    is_supported = not any(getattr(p, name) for name in others)
+    is_supported = is_supported and mask.mask_mod is None and mask.lists is None
     return p.is_static and is_supported and why_not(p) is None and p.keys >= KEYS
 
 

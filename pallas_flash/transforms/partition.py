@@ -6,6 +6,7 @@ which axes of the mesh they lie on. Each device then runs the Problem of its row
 gradients of an array that several devices hold are summed.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -145,6 +146,10 @@ def _with_key_heads(x, keys):
     if not isinstance(x, Operands | Gradients):
         return x
     take = lambda a: None if a is None else a[:, :, keys]
+    if isinstance(x, Operands) and (lists := x.resolved_mask.lists) is not None:
+        if 1 < lists.entries.shape[1] != x.query.shape[2]:  # a list for each key head
+            lists = dataclasses.replace(lists, entries=lists.entries[:, keys])
+        x = x._replace(resolved_mask=dataclasses.replace(x.resolved_mask, lists=lists))
     return x._replace(key=take(x.key), value=take(x.value))
 
 

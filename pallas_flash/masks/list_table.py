@@ -1,0 +1,32 @@
+"""Lists of blocks as a table, which a mask_mod reads, and the types of blocks, by which kernels
+skip those that no list names."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+
+from pallas_flash.masks import block_types
+from pallas_flash.masks.expression import Place, as_mask_mod
+from pallas_flash.masks.key_lists import ListTable
+from pallas_flash.masks.mask import And, Mask, MaskMod
+from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.mask_mod import BoundMaskMod
+
+BLOCK = 64  # queries and keys of a block whose type is told
+
+
+def with_table(mask: ResolvedMask, heads: int, queries: int) -> ResolvedMask:
+    """The mask of so many heads and queries, with a table of blocks in place of its lists."""
+    lists, others = ListTable.of(mask.lists, heads), mask.mask_mod
+    types, offset = mask.lists.block_types(lists.table, queries, BLOCK), 0
+    if 1 < types.shape[1] < heads:
+        types = jnp.repeat(types, lists.group, axis=1)
+    parts: list[Mask] = [lists]
+    if others is not None:  # they may hide pairs of any block
+        types, offset = jnp.minimum(types, block_types.PARTIAL), others.offset
+        parts.append(MaskMod(others.mod, others.mod.name, others.arrays, others.batch, others.head))
+    joined = functools.reduce(And, parts)
+    one = as_mask_mod(joined, Place(offset, None), lambda _: None)
+    bound = one.function, one.arrays, offset, None, None, types, BLOCK
+    return dataclasses.replace(mask, lists=None, mask_mod=BoundMaskMod(*bound))

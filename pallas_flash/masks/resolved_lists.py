@@ -1,0 +1,93 @@
+"""Resolved lists of keys, which all implementations read: entries without what names nothing."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash.jax_support import pytrees
+from pallas_flash.masks import block_types
+
+LEAST_TABLE = 64  # pairs of a query and a key for an entry of a table of blocks
+
+
+@pytrees.dataclass(static=("keys",))
+class ResolvedLists:
+    """The keys that lists name: entry i the `block` keys from i * block on. List t of a head is
+    that of the `query_block` query rows from t * query_block on."""
+
+    entries: Any  # int32 [B | 1, L, T / query_block, n], NONE for what names nothing
+    block: int
+    query_block: int
+    keys: int  # S
+
+    NONE: ClassVar[int] = 2**30  # it follows all entries
+
+    @classmethod
+    def of(cls, indices, block: int, query_block: int, keys: int) -> "ResolvedLists":
+        lists = cls(indices, block, query_block, keys)
+        names_keys = (0 <= indices) & (indices < lists.blocks)
+        return dataclasses.replace(lists, entries=jnp.where(names_keys, indices, cls.NONE))
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of keys, the last of which may hang over their end."""
+        return -(-self.keys // self.block)
+
+    @property
+    def has_table(self) -> bool:
+        """Whether a table of all blocks is small beside the scores."""
+        return self.block * self.query_block >= LEAST_TABLE
+
+    def sorted(self) -> "ResolvedLists":
+        """These lists in ascending order, with NONE in place of repeated entries."""
+        # XLA sorts constants while it compiles, in a loop
+        x = jnp.sort(lax.optimization_barrier(self.entries), axis=-1)
+        repeats = x[..., 1:] == x[..., :-1]
+        repeats = jnp.pad(repeats, ((0, 0), (0, 0), (0, 0), (1, 0)))
+        return dataclasses.replace(self, entries=jnp.where(repeats, self.NONE, x))
+
+    def within(self, other: "ResolvedLists") -> "ResolvedLists":
+        """The entries that `other`, lists of the same blocks, has too."""
+        lists, known = self.entries, jnp.sort(lax.optimization_barrier(other.entries), axis=-1)
+        shape = jnp.broadcast_shapes(lists.shape[:3], known.shape[:3])
+        lists, known = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (lists, known))
+        find = jnp.vectorize(jnp.searchsorted, signature="(m),(n)->(n)")
+        at = jnp.minimum(find(known, lists), known.shape[-1] - 1)
+        is_in_both = jnp.take_along_axis(known, at, -1) == lists
+        return dataclasses.replace(self, entries=jnp.where(is_in_both, lists, self.NONE))
+
+    def table(self, rows=None):
+        """Whether each list names each block of keys: bool [B | 1, L, lists, blocks], of all lists
+        or of those of query rows [rows]."""
+        x = self.entries if rows is None else self.entries[:, :, rows // self.query_block]
+        B, L, T, _ = x.shape
+        b, l, t = jnp.ogrid[:B, :L, :T]
+        table = jnp.zeros_like(x, shape=(B, L, T, self.blocks), dtype=bool)
+        return table.at[b[..., None], l[..., None], t[..., None], x].set(True, mode="drop")
+
+    def visible_pairs(self, heads: int, row, key):
+        """Whether the lists of query rows [rows] name the keys [keys]: bool [B | 1, N | 1, rows,
+        keys]."""
+        x = self.table(row)[..., key // self.block]
+        return x if x.shape[1] == 1 else jnp.repeat(x, heads // x.shape[1], axis=1)
+
+    def block_types(self, table, queries: int, size: int):
+        """The types of the blocks of `size` queries and keys, int8 [B | 1, L, query blocks, key
+        blocks], from the table of all lists."""
+        types = table.astype(jnp.int8) * block_types.FULL
+        ends = (2, queries, self.query_block), (3, self.keys, self.block)
+        for axis, length, known in ends:
+            count = -(-length // size)
+            types = block_types.resize_axis(types, axis, known, count, size)
+            if length % size:  # a block that hangs over an end is not full
+                last = lax.slice_in_dim(types, count - 1, count, axis=axis)
+                last = jnp.minimum(last, block_types.PARTIAL)
+                types = lax.dynamic_update_slice_in_dim(types, last, count - 1, axis)
+        return types
+
+    def __str__(self):
+        n, of_query = self.entries.shape[-1], self.query_block
+        names = f"{n} keys" if self.block == 1 else f"{n} blocks of {self.block} keys"
+        return f"lists of {names}" + (f" for {of_query} queries" if of_query > 1 else "")
