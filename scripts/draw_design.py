@@ -169,13 +169,14 @@ def example_lists() -> dict[str, masks.Mask]:
 
 def draw_lists() -> Figure:
     figure = Figure(figsize=(10, 3.8))
-    place = dict(left=0.04, right=0.99, top=0.9, bottom=0.11, wspace=0.15)
+    place = dict(left=0.05, right=0.99, top=0.92, bottom=0.12, wspace=0.1)
     grid = figure.subplots(1, 3, gridspec_kw=place)
     for axes, (name, mask) in zip(grid, example_lists().items(), strict=True):
         draw_blocks(axes, masks.create_block_mask(mask, TOKENS, TOKENS, block=1))
         ticks = range(0, TOKENS + 1, GROUP)
-        axes.set(xlabel="key", ylabel="query", xticks=ticks, yticks=ticks)
+        axes.set(xlabel="key", xticks=ticks, yticks=ticks)
         axes.set_title(name, fontsize=9, family="monospace")
+    grid[0].set_ylabel("query")
     return figure
 
 
