@@ -145,7 +145,9 @@ def nsa(q, k, v, k_c, v_c, gates, size=2, top=4, window=4):
         for n in range(head * N // K, (head + 1) * N // K):
             e = np.exp(k_c[b, :ended, head].real @ q[b, t, n].real * H**-0.5)
             weights[:ended] = np.maximum(weights[:ended], 0) + e / e.sum()
-        chosen[b, t, head] = largest(weights, top, forced=np.isin(range(S // size), [0, own - 1, own]))
+        chosen[b, t, head] = largest(
+            weights, top, forced=np.isin(range(S // size), [0, own - 1, own])
+        )
     compressed = dense(q, k_c, v_c, (np.arange(S // size) + 1) * size <= i + 1)[0]
     selected = attention(q, k, v, listed(chosen, size) & (j <= i))
     return gates[0] * compressed + gates[1] * selected + gates[2] * within(window)(q, k, v)
