@@ -1,8 +1,8 @@
 """python scripts/draw_design.py [--out DIR]
 
 Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, mma; and those of docs/masks.md: masks,
-alignment, lists. Nothing in them is placed or counted by hand: the tiles are those of `create_block_mask`,
-the bytes come from formulas, the lanes from the layouts of mma in the PTX ISA.
+alignment, lists. Nothing in them is placed or counted by hand: the tiles are those of
+`create_block_mask`, the bytes come from formulas, the lanes from the layouts of mma in the PTX ISA.
 """
 
 import argparse
