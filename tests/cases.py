@@ -135,8 +135,8 @@ def lists(rng, z, block, query_block, L=1, n=3, B=None):
 
 
 # Lists of keys, alone and beside what else hides keys: (rng, sizes) -> arguments. `lists` stands
-# for masks.KeyLists. Entries of TABLES name 64 pairs of a query and a key or more, those of GATHERED
-# fewer.
+# for masks.KeyLists. An entry of TABLES names 64 pairs of a query and a key or more, one of
+# GATHERED fewer.
 TABLES = {
     "lists of blocks": lambda rng, z: dict(lists=lists(rng, z, 16, 8, z.K)),
     "lists of keys for 64 queries": lambda rng, z: dict(lists=lists(rng, z, 1, 64, z.N, 40)),
@@ -161,6 +161,7 @@ TABLES = {
         query_offset=5,
     ),
 }
+GATHERS = ("reference",)  # the implementations that take those
 GATHERED = {
     "lists of keys": lambda rng, z: dict(lists=lists(rng, z, 1, 1, n=19)),
     "lists of keys, causal": lambda rng, z: dict(

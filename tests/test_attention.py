@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BROADCASTS, GATHERED, MASKS, SIZES, TABLES, Sizes, bias, dense_mask, normal, qkv
+from cases import (
+    BROADCASTS,
+    GATHERED,
+    GATHERS,
+    MASKS,
+    SIZES,
+    TABLES,
+    Sizes,
+    bias,
+    dense_mask,
+    normal,
+    qkv,
+)
 from check import check
 from contracts import Contracts
 from selection import whole_but
@@ -50,9 +62,6 @@ def test_every_mask_gives_the_oracles_output_and_gradients(name, implementation,
 def test_lists_of_blocks_give_the_oracles_output_and_gradients(name, implementation, rng):
     z = Sizes()
     check(rng, *qkv(rng, z), implementation, **TABLES[name](rng, z))
-
-
-GATHERS = ("reference",)
 
 
 @pytest.mark.parametrize("implementation", GATHERS)
