@@ -46,7 +46,7 @@ class Objections:
 
     def by_default(self, backend: Backend) -> str | None:
         """Why it does not run the call unless it is named."""
-        return backend.why_not_by_default(backend.problem(self.problem))
+        return backend.why_not_by_default(self.problem)
 
     def failed_check(self, backend: Backend) -> str | None:
         """What this machine's self-check says, where it has run or may run."""

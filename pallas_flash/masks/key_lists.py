@@ -68,9 +68,6 @@ class KeyLists(Mask):
         """Whether a mask_mod can read a table of the blocks."""
         return self.block * self.query_block >= LEAST_TABLE
 
-    def narrow(self, mask, rows):
-        return mask
-
     def fitting(self, lead: tuple[int, ...], queries: int, heads: int, kv_heads: int) -> "KeyLists":
         """These lists as int32 [B | 1, query blocks, L, n]. Raises if they do not fit a call with
         these leading axes, queries and heads."""

@@ -4,6 +4,7 @@ skip those that no list names."""
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from pallas_flash.masks import block_types
@@ -16,6 +17,7 @@ from pallas_flash.mods.mask_mod import BoundMaskMod
 BLOCK = 64  # queries and keys of a block whose type is told
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for calls that are alike
 def with_table(mask: ResolvedMask, heads: int, queries: int) -> ResolvedMask:
     """The mask of so many heads and queries, with a table of blocks in place of its lists."""
     lists, others = ListTable.of(mask.lists, heads), mask.mask_mod

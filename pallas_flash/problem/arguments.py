@@ -109,7 +109,7 @@ class Problem:
     @functools.cached_property
     def with_table(self) -> "Problem":
         """The problem with a table of blocks in place of lists of keys."""
-        to_table = functools.partial(masks.with_table, heads=self.heads, queries=self.queries)
+        to_table = lambda mask: masks.with_table(mask, self.heads, self.queries)
         mask = jax.eval_shape(to_table, self.resolved_mask)
         return dataclasses.replace(self, resolved_mask=mask)
 
