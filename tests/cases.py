@@ -161,7 +161,7 @@ TABLES = {
         query_offset=5,
     ),
 }
-GATHERS = ("reference",)  # the implementations that take those
+GATHERS = ("reference", "blockwise")  # the implementations that take those
 GATHERED = {
     "lists of keys": lambda rng, z: dict(lists=lists(rng, z, 1, 1, n=19)),
     "lists of keys, causal": lambda rng, z: dict(
