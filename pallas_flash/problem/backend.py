@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from pallas_flash.masks.resolved_lists import LEAST_TABLE
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
@@ -116,7 +117,10 @@ class Backend(NamedTuple):
         lists = problem.resolved_mask.lists
         if lists is None or lists.has_table or self.takes_lists(problem):
             return None
-        return f"it reads {lists} only as a table, which block * query_block >= 64 allows"
+        return (
+            f"it takes lists as a table of blocks, with block * query_block >= {LEAST_TABLE}; got "
+            f"{lists.block} * {lists.query_block}"
+        )
 
     def log_base(self, problem: Problem) -> LogBase:
         """The log base of its scores."""

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.log_base import LogBase
-from pallas_flash.tiled import online_softmax
+from pallas_flash.tiled import lists, online_softmax
 from pallas_flash.tiled.blockwise import decode, softmax
 from pallas_flash.tiled.blockwise.derivatives import second, tangent
 from pallas_flash.tiled.blockwise.heads import (
@@ -50,6 +50,8 @@ __all__ = [
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
+    if tiles.lists:
+        return lists.forward(problem, tiles, x)
     if tiles.decode:
         return decode.forward(problem, tiles.decode, x)
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
@@ -130,6 +132,8 @@ def backward(
     problem: Problem, tiles: Tiles, x: Operands, row_scale: online_softmax.RowScale, do, delta
 ) -> Gradients:
     """Gradients of the operands, given the RowScale and delta of each row."""
+    if tiles.lists:
+        return lists.backward(problem, tiles, x, row_scale, do, delta)
     p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
     def one_range(heads: HeadRange, outputs):

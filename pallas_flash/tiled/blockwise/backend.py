@@ -24,6 +24,7 @@ BLOCKWISE = Backend(
     takes_row_scale=True,
     for_gradient=lambda tiles: tiles.for_gradient(),
     for_calls=lambda *args: blockwise.for_calls(*args),
+    takes_lists=lambda p: True,
     results_like=blockwise.results_like,
 )
 

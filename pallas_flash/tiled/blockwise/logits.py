@@ -71,26 +71,35 @@ class Logits(NamedTuple):
         return is_plain and self.query_factor == self.problem.scale
 
     def forward(self, q, key, rows: Block, keys: Block, visible=None):
-        """The logits [B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H]. In reverse mode
-        those that are not `visible` (None: all are) have no derivative, as a score_mod may have
-        none there."""
-        s, _ = self._before_score_mod(q, key, rows, keys)
+        """The logits [B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H], as
+        `of_products`."""
+        return self.of_products(*self._products(q, key, rows, keys), visible)
+
+    def of_products(self, qk, bias, indices, visible=None):
+        """The logits of products q k^T, with a bias that broadcasts and the indices of a score_mod,
+        or None. In reverse mode those that are not `visible` (None: all are) have no derivative, as
+        a score_mod may have none there."""
+        s, _ = self._before_score_mod(qk, bias)
         if self.score is None:
             return s
         where_visible = lambda a: (
             a if visible is None else jnp.where(visible, a, lax.stop_gradient(a))
         )
         read = lambda *at: where_visible(self._read(*at))
-        return self.score.apply(where_visible(s), read, *self._pairs(rows, keys))
+        return self.score.apply(where_visible(s), read, *indices)
 
     def vjp(self, q, key, rows: Block, keys: Block):
-        """The logits; the tanh of their soft cap, or None; and with a score_mod, else None, a
-        function: it maps the logits' cotangent to that of q k^T, and adds to the gradients of the
-        arrays that the score_mod captured."""
-        s, tanh = self._before_score_mod(q, key, rows, keys)
+        """`vjp_of_products` of q [B, K, rows, H] and key [B, K, S, H]."""
+        return self.vjp_of_products(*self._products(q, key, rows, keys))
+
+    def vjp_of_products(self, qk, bias, indices):
+        """The logits, as `of_products`; the tanh of their soft cap, or None; and with a score_mod,
+        else None, a function: it maps the logits' cotangent to that of q k^T, and adds to the
+        gradients of the arrays that the score_mod captured."""
+        s, tanh = self._before_score_mod(qk, bias)
         if self.score is None:
             return s, tanh, None
-        s, pull = self.score.vjp(s, self._read, *self._pairs(rows, keys))
+        s, pull = self.score.vjp(s, self._read, *indices)
 
         def back(ds, captured):
             ds, reads = pull(ds)
@@ -101,19 +110,22 @@ class Logits(NamedTuple):
 
         return s, None, back
 
-    def _before_score_mod(self, q, key, rows: Block, keys: Block):
+    def _products(self, q, key, rows: Block, keys: Block):
+        """q k^T, and of its pairs the bias and the indices of the score_mod, or None."""
+        bias, indices, group = self.bias, None, self.problem.group
+        if bias is not None:
+            bias = dense_tile(bias, rows, keys, group)
+        if self.score is not None:
+            indices = pairs(self.score, rows, keys, group)
+        return dot_t(q, keys.take(key, 2)), bias, indices
+
+    def _before_score_mod(self, qk, bias):
         """The logits before the score_mod, and the tanh of the soft cap, or None."""
-        p, qk = self.problem, dot_t(q, keys.take(key, 2))
         if self.are_products:
             return qk, None
-        bias = self.bias
-        if bias is not None:
-            bias = dense_tile(bias, rows, keys, p.group).astype(qk.dtype)
-        scale = p.scale / self.query_factor
-        return online_softmax.scores(qk, bias, scale, p.soft_cap, LogBase.E)
-
-    def _pairs(self, rows: Block, keys: Block):
-        return pairs(self.score, rows, keys, self.problem.group)
+        bias = None if bias is None else bias.astype(qk.dtype)
+        scale = self.problem.scale / self.query_factor
+        return online_softmax.scores(qk, bias, scale, self.problem.soft_cap, LogBase.E)
 
     def _read(self, array: int, index: tuple):
         return self.score.arrays[array].at[index].get(mode="promise_in_bounds")

@@ -40,8 +40,8 @@ class TileMask(NamedTuple):
 
     @property
     def has_data(self) -> bool:
-        """Whether the intervals are data, whatever the mask_mod."""
-        return dataclasses.replace(self.resolved, mask_mod=None).has_data
+        """Whether the intervals are data, whatever the mask_mod and the lists."""
+        return dataclasses.replace(self.resolved, mask_mod=None, lists=None).has_data
 
     def zero_blind_rows(self, x):
         """x [B, K, G, T, n] with 0 for rows that see nothing, where there may be NaN."""

@@ -16,6 +16,7 @@ from pallas_flash.tiled.blockwise.key_blocks import (
     find_band,
     static_key_blocks,
 )
+from pallas_flash.tiled.lists.tuning import ListTiles, list_tiles
 from pallas_flash.tiled.schedule import ceil_div, key_range
 
 
@@ -38,12 +39,15 @@ class Tiles(NamedTuple):
     forward_heads: int | None = None  # heads at a time in a forward that no backward follows
     decode: DecodeTiles | Literal[False] | None = None  # False: a backward follows the forward
     why: str | None = None  # the reason for block_q
+    lists: ListTiles | None = None  # of lists of keys, which all passes walk over
 
     @property
     def is_wide(self) -> bool:
         return self.dtype in ("float32", "float64")
 
     def __str__(self):
+        if self.lists:
+            return f"{self.lists}, in {self.dtype}"
         if self.decode:
             rows = "all batch rows" if self.decode.batch is None else "a batch row"
             forward = (
@@ -78,7 +82,21 @@ DECODE_KEYS = 512  # keys of all heads in a block of decoding: the caches hold t
 
 
 def tiles(problem: Problem) -> Tiles:
+    if problem.resolved_mask.lists is not None:
+        return _with_lists(problem)
     return _tiles(problem)._replace(decode=decode_tiles(problem) if _decodes(problem) else None)
+
+
+def _with_lists(p: Problem) -> Tiles:
+    dtype = _dtype(p)
+    lists = list_tiles(p, dtype, one_at_a_time=_on_cpu() and _is_one_device())
+    return Tiles(p.queries, p.keys, None, dtype, lists=lists)
+
+
+def _dtype(p: Problem) -> str:
+    """The dtype of the products' operands: a CPU multiplies float16 slowly."""
+    keeps_dtype = p.dtype == "float64" or (p.dtype == "bfloat16" and _rounds_maxima_safely(p))
+    return p.dtype if keeps_dtype or not _on_cpu() else "float32"
 
 
 def _decodes(p: Problem) -> bool:
@@ -113,9 +131,7 @@ def _tiles(problem: Problem) -> Tiles:
     p = problem
     if not _on_cpu():
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
-    # a CPU multiplies float16 slowly
-    keeps_dtype = p.dtype == "float64" or (p.dtype == "bfloat16" and _rounds_maxima_safely(p))
-    dtype = p.dtype if keeps_dtype else "float32"
+    dtype = _dtype(p)
     if not p.is_static:
         block_q, block_k = max(ROWS // p.group, 16), KEYS if _loops_over_keys(p) else COPIED_KEYS
         return Tiles(_at_most(block_q, p.queries), _at_most(block_k, p.keys), None, dtype)

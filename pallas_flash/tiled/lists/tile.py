@@ -1,0 +1,146 @@
+"""Attention of a tile: l lists of n keys, and the r query rows that each list belongs to.
+
+Arrays of its pairs are [l, r, G, n], those of its rows [l, r, G, ..] and those of its keys
+[l, n, ..]. A walk over tiles chooses the lists, the rows and the keys.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash import dropout
+from pallas_flash.checks import sums
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.problem.log_base import LogBase
+from pallas_flash.tiled import online_softmax
+from pallas_flash.tiled.blockwise import softmax
+from pallas_flash.tiled.lists.list_heads import ListHead, Rows
+from pallas_flash.tiled.online_softmax import SoftmaxState
+
+
+class Tile(NamedTuple):
+    head: ListHead
+    rows: Rows  # [l, r]
+    key: jax.Array  # int32 [l, n]
+    visible: jax.Array | None  # [l, r, G | 1, n]
+
+    @classmethod
+    def take(cls, head: ListHead, rows: Rows, key) -> "Tile":
+        """The tile of these rows and keys; there is no key from S on."""
+        mask, tile = head.mask, cls(head, rows, jnp.minimum(key, head.problem.keys - 1), None)
+        ids = ()
+        if rows.ids is not None:
+            ids = _column(rows.ids), mask.resolved.key_ids[0, tile.key][:, None, None]
+        ends = _column(rows.start), _column(rows.stop)
+        visible = mask.resolved.visible(*ends, key[:, None, None], *ids)
+        if (mod := mask.resolved.mask_mod) is not None:
+            visible = visible & mod.visible(*tile.indices(mod))
+        if mask.dense is not None:
+            visible = visible & mask.dense[tile.place(mask.dense)]
+        return tile._replace(visible=visible)
+
+    @property
+    def row_and_key(self):
+        """The row and the key of each pair."""
+        return _column(self.rows.index), self.key[:, None, None]
+
+    def indices(self, mod: BoundMod):
+        """The indices b, h, q_idx and kv_idx at which a mod is evaluated."""
+        row, key = self.row_and_key
+        return mod.batch[0], mod.head.reshape(-1, 1), row + jnp.reshape(mod.offset, ()), key
+
+    def place(self, x) -> tuple:
+        """The indices of the pairs in a dense x [1, 1, G | 1, T | 1, S | 1]."""
+        head, zero = jnp.arange(x.shape[2], dtype=jnp.int32)[:, None], jnp.zeros((1,) * 4, jnp.int32)
+        each = zip((head, *self.row_and_key), x.shape[2:], strict=True)
+        return 0, 0, *(index if n > 1 else zero for index, n in each)
+
+    @property
+    def bias(self):
+        bias = self.head.logits.bias
+        return None if bias is None else bias[self.place(bias)]
+
+    def products(self, q, k) -> tuple:
+        """q k^T of the pairs, their bias and the indices of the score_mod, or None."""
+        score = self.head.logits.score
+        return dot_t(q, k), self.bias, None if score is None else self.indices(score)
+
+    def drop(self, weights):
+        """The weights, 0 where dropout drops them."""
+        if (seeds := self.head.logits.seeds) is None:
+            return weights
+        first, second = seeds[0, 0, :, :1], seeds[0, 0, :, 1:]  # [G, 1]
+        keeps = dropout.keeps(self.head.problem.dropped, first, second, *self.row_and_key)
+        return jnp.where(keeps, weights, 0)
+
+    def start(self, q) -> SoftmaxState | None:
+        """The SoftmaxState before any key; None without sinks."""
+        if (sinks := self.head.sinks) is None:
+            return None
+        zeros = jnp.zeros_like(q[..., 0], dtype=sums(q.dtype))
+        return online_softmax.start(zeros, LogBase.E, sinks, self.head.problem.with_top)
+
+    def forward(self, q, k, v, state: SoftmaxState | None):
+        """Adds the keys to the rows' SoftmaxState; None: they are the first. Returns P V, the
+        factor of earlier sums, or None, and the new state."""
+        logits = self.head.logits
+        s = jnp.where(self.visible, logits.of_products(*self.products(q, k)), -jnp.inf)
+        p, alpha, state = softmax.step(-1, s, state, logits.exponent_scale)
+        return dot(self.drop(p).astype(v.dtype), v), alpha, state
+
+    def backward(self, q, k, v, do, row: "RowCotangents", captured):
+        """The gradients of q, k and v, that of the logits before their soft cap, which is a bias's,
+        and `captured` with those of a score_mod's arrays added."""
+        logits, soft_cap = self.head.logits, self.head.problem.soft_cap
+        dp = self.drop(dot_t(do, v))
+        s, tanh, back = logits.vjp_of_products(*self.products(q, k))
+        s = jnp.where(self.visible, s, -jnp.inf)
+        visible = None if soft_cap is None else self.visible  # else a tanh may be NaN
+        scale, is_whole_row = logits.exponent_scale, row.dlse is not None
+        p = softmax.probabilities(s, row.m, row.inverse_sum, scale, False, is_whole_row)
+        delta = softmax.delta(p, dp, visible) - row.dlse if is_whole_row else row.delta
+        p, ds = online_softmax.gradients(p, dp - delta, visible, tanh)
+        ds, captured = back(ds, captured) if back else (ds, captured)
+        low, weights = ds.astype(q.dtype), self.drop(p).astype(q.dtype)
+        return dot(low, k), dot_over_rows(low, q), dot_over_rows(weights, do), ds, captured
+
+    def add_bias_gradient(self, dbias, ds):
+        """dbias with ds added in its place, summed over the axes that the bias broadcasts."""
+        place = self.place(dbias)
+        shape = jnp.broadcast_shapes(*(index.shape for index in place[2:]))
+        new = jnp.sum(ds, [axis for axis, n in enumerate(shape) if n == 1], keepdims=True)
+        return dbias.at[place].add(new.astype(dbias.dtype))
+
+
+class RowCotangents(NamedTuple):
+    """What a backward takes of each row, [l, r, G, 1]."""
+
+    m: jax.Array
+    inverse_sum: jax.Array
+    delta: jax.Array
+    dlse: jax.Array | None  # where a tile has all keys of its rows, which then sum their delta
+
+
+def dot_t(a, b):
+    """[l, r, G, h] [l, n, h] -> [l, r, G, n]"""
+    return _einsum("lrgh,lnh->lrgn", a, b)
+
+
+def dot(a, b):
+    """[l, r, G, n] [l, n, h] -> [l, r, G, h]"""
+    return _einsum("lrgn,lnh->lrgh", a, b)
+
+
+def dot_over_rows(a, b):
+    """[l, r, G, n] [l, r, G, h] -> [l, n, h]"""
+    return _einsum("lrgn,lrgh->lnh", a, b)
+
+
+def _einsum(axes: str, a, b):
+    return jnp.einsum(axes, a, b, precision="highest", preferred_element_type=sums(a.dtype))
+
+
+def _column(x):
+    """[l, r] -> [l, r, 1, 1]"""
+    return x[..., None, None]
