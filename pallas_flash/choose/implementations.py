@@ -171,6 +171,7 @@ def _mosaic_family(
         tangent=_tangent(modules[2]),
         own_kernels=True,
         is_interpretable=False,
+        takes_lists=mma.takes_lists,
         paged=PagedKernel(
             mma.why_no_pages,
             lambda p, pages: _kernel("mma.tuning", "decode_tiles")(p, pages.page, pages.stored),
