@@ -16,10 +16,11 @@ BLOCKWISE = Backend(
     tangent=lambda *args: blockwise.tangent(*args),
     paged=PagedKernel(
         lambda *_: None,
-        lambda p, pages: blockwise.decode_tiles(p, pages.page),
-        blockwise.decode.forward,
+        lambda p, pages: blockwise.paged_tiles(p, pages.page),
+        lambda *args: blockwise.paged_forward(*args),
         # it reads no page that no query sees, and a table may be much longer than its rows
         copies_prompts=lambda p: p.keys <= p.queries * p.group,
+        takes_lists=lambda p: True,
     ),
     takes_row_scale=True,
     for_gradient=lambda tiles: tiles.for_gradient(),
