@@ -23,6 +23,8 @@ from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import quantised, split_kv
 from pallas_flash.transforms import autodiff, derivative_modes, lowering
 
+COPIES_ALL = "it copies all pages, and lists name some of their keys"
+
 
 def attend(call: PagedCall):
     """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention;
@@ -169,10 +171,10 @@ class Objections(selection.Objections):
         return joined(reason, backend.paged.why_not(self.problem, self.pages))
 
     def by_default(self, backend):
-        reason = super().by_default(backend)
-        if self.problem.resolved_mask.lists is None or not self._gathers(backend):
+        if reason := super().by_default(backend):
             return reason
-        return joined("it copies all pages, and lists name some of their keys", reason)
+        has_lists = self.problem.resolved_mask.lists is not None
+        return COPIES_ALL if has_lists and self._gathers(backend) else None
 
     def checked(self, backend):
         if self._gathers(backend):

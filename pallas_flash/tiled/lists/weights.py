@@ -33,7 +33,7 @@ def listed_weights(problem: Problem, tiles: Tiles, x: Operands, lse):
 def _of_head(head: ListHead, tiles: Tiles, x: Operands, lse):
     """The weights of a list head, [T, n * block]."""
     logits = head.logits
-    query = head.by_row(x.query, tiles.dtype) * logits.query_factor
+    query = head.queries(x.query, tiles.dtype)
     key = head.by_block(x.key, tiles.dtype)
 
     def step(nothing, tile: Tile, entries: Entries, q, lse):
