@@ -14,7 +14,7 @@ from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists import by_query
+from pallas_flash.tiled.lists import by_key, by_query
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
     Sums,
@@ -25,7 +25,7 @@ from pallas_flash.tiled.lists.list_heads import (
 )
 from pallas_flash.tiled.online_softmax import RowScale
 
-WALKS = {"by query": by_query}
+WALKS = {"by query": by_query, "by key": by_key}
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):

@@ -85,13 +85,21 @@ def each_chunk(head: ListHead, tiles: Tiles, step: Callable, sums, *by_row):
 
 def forward(head: ListHead, tiles: Tiles, x: Operands, sums: Sums):
     """o [T, G, Hv] and the SoftmaxState [T, G, 1]."""
-    p = head.problem
-    query = head.queries(x.query, tiles.dtype)
     key, value = head.keys_and_values(x, tiles.dtype)
 
-    def step(sums, tile: Tile, entries: Entries, q):
+    def read(tile: Tile, entries: Entries):
         k = entries.gather(key)
-        v = k[..., : p.value_size] if value is None else entries.gather(value)
+        return k, k[..., : head.problem.value_size] if value is None else entries.gather(value)
+
+    return attend(head, tiles, x, read, sums)
+
+
+def attend(head: ListHead, tiles: Tiles, x: Operands, read: Callable, sums: Sums):
+    """`forward`, where read(tile, entries) returns the keys and the values of a tile."""
+    p, query = head.problem, head.queries(x.query, tiles.dtype)
+
+    def step(sums, tile: Tile, entries: Entries, q):
+        k, v = read(tile, entries)
         o, _, state = tile.forward(q, k, v, tile.start(q))
         o = online_softmax.finish(o, state.l, p.kept)
         state = state._replace(m=softmax.scaled_maximum(state.m, head.logits.exponent_scale))
