@@ -15,6 +15,7 @@ from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import by_key, by_query
+from pallas_flash.tiled.lists.distinct import distinct
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
     Sums,
@@ -75,7 +76,7 @@ def _gradients(name: str, p: Problem, tiles: Tiles, x: Operands, *args):
 def _walk(name: str, p: Problem, tiles: Tiles, x: Operands, args: tuple, start: Sums):
     """The results of a pass by row, [B, list heads, T, ..], and its sums."""
     walk, mask = getattr(WALKS[tiles.lists.walk], name), x.resolved_mask
-    x = x._replace(resolved_mask=dataclasses.replace(mask, lists=mask.lists.sorted()))
+    x = x._replace(resolved_mask=dataclasses.replace(mask, lists=distinct(mask.lists)))
 
     def one_head(number, sums: Sums):
         head, whole = ListHead.take(p, tiles, x, number), sums.bias
