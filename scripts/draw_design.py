@@ -1,8 +1,8 @@
 """python scripts/draw_design.py [--out DIR]
 
 Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, mma; and those of docs/masks.md: masks,
-alignment. Nothing in them is placed or counted by hand: the tiles are those of `create_block_mask`,
-the bytes come from formulas, the lanes from the layouts of mma in the PTX ISA.
+alignment, lists. Nothing in them is placed or counted by hand: the tiles are those of
+`create_block_mask`, the bytes come from formulas, the lanes from the layouts of mma in the PTX ISA.
 """
 
 import argparse
@@ -139,6 +139,44 @@ def draw_alignment() -> Figure:
         draw_blocks(axes, mask)
         axes.set_title(name, fontsize=9)
         axes.set(xlabel="key", ylabel="query", xticks=[], yticks=[], anchor="N")
+    return figure
+
+
+# ---- lists: keys by their numbers ----
+
+TOKENS, GROUP = 24, 4  # and the tokens of a block
+
+
+def example_lists() -> dict[str, masks.Mask]:
+    """Masks by how they are typed; lists are the largest of drawn scores. Under a causal mask the
+    key, or block, of the query itself is one of them."""
+    rng = np.random.default_rng(0)
+
+    def largest(n, block, query_block, causal):
+        scores = rng.normal(size=(TOKENS // query_block, TOKENS // block))
+        if causal:
+            behind = np.arange(TOKENS)[:, None] // block - np.arange(TOKENS // block)
+            scores = np.where(behind == 0, np.inf, np.where(behind < 0, -np.inf, scores))
+        chosen = np.argsort(-scores, axis=1)[:, None, :n].astype(np.int32)
+        return masks.KeyLists(chosen, block, query_block)
+
+    return {
+        "KeyLists(indices) & Causal()": largest(5, 1, 1, causal=True) & masks.Causal(),
+        "KeyLists(indices, 4) & Causal()": largest(3, GROUP, 1, causal=True) & masks.Causal(),
+        "KeyLists(indices, 4, 4)": largest(2, GROUP, GROUP, causal=False),
+    }
+
+
+def draw_lists() -> Figure:
+    figure = Figure(figsize=(10, 3.8))
+    place = dict(left=0.05, right=0.99, top=0.92, bottom=0.12, wspace=0.1)
+    grid = figure.subplots(1, 3, gridspec_kw=place)
+    for axes, (name, mask) in zip(grid, example_lists().items(), strict=True):
+        draw_blocks(axes, masks.create_block_mask(mask, TOKENS, TOKENS, block=1))
+        ticks = range(0, TOKENS + 1, GROUP)
+        axes.set(xlabel="key", xticks=ticks, yticks=ticks)
+        axes.set_title(name, fontsize=9, family="monospace")
+    grid[0].set_ylabel("query")
     return figure
 
 
@@ -325,7 +363,7 @@ def draw_mma() -> Figure:
 
 
 PICTURES = dict(tiles=draw_tiles, memory=draw_memory, mma=draw_mma)
-PICTURES |= dict(masks=draw_masks, alignment=draw_alignment)
+PICTURES |= dict(masks=draw_masks, alignment=draw_alignment, lists=draw_lists)
 
 if __name__ == "__main__":
     main()

@@ -1,5 +1,7 @@
 """The cases that the tests run, as data: sizes, masks and biases."""
 
+import functools
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -120,6 +122,65 @@ MASKS = {
     ),
 }
 
+
+def lists(rng, z, block, query_block, L=1, n=3, B=None):
+    """Lists of keys as (indices [B, T / query_block, L, n], block, query_block): entries that name
+    nothing are anywhere in them, as are repeats, and some lists are empty."""
+    blocks, counts = -(-z.S // block), (B or z.B, -(-z.T // query_block), L)
+    indices = rng.integers(-1, blocks + 1, (*counts, n)).astype(np.int32)
+    far = rng.choice(np.int32([-(2**31), -7, blocks, (2**31 - 1) // block, 2**31 - 1]), n)
+    indices = np.where(rng.random(indices.shape) < 0.1, far, indices)
+    indices[rng.random(counts) < 0.1] = -1
+    return indices, block, query_block
+
+
+# Lists of keys, alone and beside what else hides keys: (rng, sizes) -> arguments. `lists` stands
+# for masks.KeyLists. An entry of TABLES names 64 pairs of a query and a key or more, one of
+# GATHERED fewer.
+TABLES = {
+    "lists of blocks": lambda rng, z: dict(lists=lists(rng, z, 16, 8, z.K)),
+    "lists of keys for 64 queries": lambda rng, z: dict(lists=lists(rng, z, 1, 64, z.N, 40)),
+    "lists of the only block": lambda rng, z: dict(lists=lists(rng, z, 200, 1, z.N, 2)),
+    "lists of 64 keys, causal": lambda rng, z: dict(
+        lists=lists(rng, z, 64, 1, n=1), is_causal=True, **_offset(rng, z)
+    ),
+    "lists for all rows, longer than there are blocks": lambda rng, z: dict(
+        lists=lists(rng, z, 3, 100, z.K, 99, B=1), local_window_size=(20, 30), **_lengths(rng, z)
+    ),
+    "lists, documents, a prefix": lambda rng, z: dict(
+        lists=lists(rng, z, 8, 8, z.N, 5),
+        prefix=rng.integers(0, z.S, z.B).astype(np.int32),
+        **_scattered(rng, z),
+    ),
+    "lists, sequences": lambda rng, z: dict(
+        lists=lists(rng, z, 16, 4, z.K, 4), is_causal=True, **_varlen(rng, z)
+    ),
+    "lists, a rule": lambda rng, z: dict(
+        lists=lists(rng, z, 16, 16, n=2),
+        rule=lambda b, h, q, k: (q + h) % 3 != k % (b + 2),
+        query_offset=5,
+    ),
+}
+GATHERS = ("reference", "blockwise")  # the implementations that take those
+GATHERED = {
+    "lists of keys": lambda rng, z: dict(lists=lists(rng, z, 1, 1, n=19)),
+    "lists of keys, causal": lambda rng, z: dict(
+        lists=lists(rng, z, 1, 1, z.K, 60), is_causal=True, **_offset(rng, z), **_lengths(rng, z)
+    ),
+    "lists of 16 keys": lambda rng, z: dict(lists=lists(rng, z, 16, 1, z.K, 2)),
+    "lists of 16 keys for all rows, documents": lambda rng, z: dict(
+        lists=lists(rng, z, 16, 2, z.N, 7, B=1), **_documents(rng, z)
+    ),
+    "lists of 3 keys for 8 queries, sequences": lambda rng, z: dict(
+        lists=lists(rng, z, 3, 8, z.N, 5), local_window_size=(9, 4), **_varlen(rng, z)
+    ),
+    "lists of 32 keys, a rule": lambda rng, z: dict(
+        lists=lists(rng, z, 32, 1, z.N, 3),
+        rule=lambda b, h, q, k: (q + h) % 3 != k % (b + 2),
+        query_offset=5,
+    ),
+}
+
 # Rules (b, h, q_idx, kv_idx) that no interval of keys says, in what NumPy and JAX share, and what
 # else hides keys beside them.
 RULES = {
@@ -225,12 +286,14 @@ def qkv(rng, z: Sizes, dtype="float32"):
 def arguments(kw):
     """The keywords of a case as flash_attention takes them."""
     kw = dict(kw)
-    if (prefix := kw.pop("prefix", None)) is not None:
-        kw["mask"] = masks.PrefixLM(prefix)
-    if (ends := kw.pop("varlen", None)) is not None:
-        kw["mask"] = masks.Varlen(*ends)
-    if (rule := kw.pop("rule", None)) is not None:
-        kw["mask"] = masks.MaskMod(rule)
-    if (drawn := kw.pop("drawn", None)) is not None:
-        kw["mask"] = drawn.mask
+    parts = dict(
+        lists=lambda lists: masks.KeyLists(*lists),
+        prefix=masks.PrefixLM,
+        varlen=lambda ends: masks.Varlen(*ends),
+        rule=masks.MaskMod,
+        drawn=lambda drawn: drawn.mask,
+    )
+    found = [make(x) for name, make in parts.items() if (x := kw.pop(name, None)) is not None]
+    if found:
+        kw["mask"] = functools.reduce(operator.and_, found)
     return kw

@@ -110,10 +110,11 @@ def small_tiles(monkeypatch):
     # a symbol of jax.export is one block
     at_most_16 = lambda n: min(16, n) if isinstance(n, int) else n
     heads = lambda p: 1 if isinstance(p.batch, int) else None
-    tiles = lambda p: blockwise.Tiles(
-        at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p)
-    )
-    monkeypatch.setattr(blockwise, "tiles", tiles)
+    by_lists = lambda p: p.resolved_mask.lists and tiles(p).lists
+    of, tiles = blockwise.Tiles, blockwise.tiles
+    small = lambda p: of(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p))
+    lists = lambda p: (known := by_lists(p)) and known._replace(chunk=3)
+    monkeypatch.setattr(blockwise, "tiles", lambda p: small(p)._replace(lists=lists(p)))
     monkeypatch.setattr(blockwise.tuning, "SCORES", 1)  # blocks wait for each other
     monkeypatch.setattr(
         triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), *[Tiles(32, 16)] * 2)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from cases import sequence_ends
+from cases import lists, sequence_ends
 from hypothesis import strategies as st
 
 from pallas_flash import masks
@@ -113,7 +113,26 @@ def alone(z) -> dict[str, st.SearchStrategy]:
         documents=st.tuples(ints((z.B, z.T), 0, 3), ints((z.B, z.S), 0, 3)).map(documents),
         stripes=ints((z.B, z.T), -3, z.S).map(stripes),
         varlen=ends(min(z.T, z.S)).map(varlen),
+        lists=key_lists(z, 64),
     )
+
+
+@st.composite
+def key_lists(draw, z, pairs: int):
+    """Lists whose entries name at least so many pairs of a query and a key, or two of them joined
+    by &."""
+    sizes = [(block, rows) for block in (1, 3, 16, 64, 200) for rows in (1, 2, 8, 64, 100)]
+    block, query_block = draw(st.sampled_from([x for x in sizes if x[0] * x[1] >= pairs]))
+
+    def one():
+        L, B = draw(st.sampled_from([1, z.K, z.N])), draw(st.sampled_from([1, z.B]))
+        n = draw(st.sampled_from([1, 2, 5, -(-z.S // block) + 3]))
+        rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+        named = lists(rng, z, block, query_block, L, n, B)
+        seen = oracle.listed(*named, z.B, z.N, z.T, z.S)
+        return Drawn(masks.KeyLists(*named), lambda b, h, i, p, j: seen[b, h, i, j])
+
+    return one() & one() if draw(st.integers(0, 3)) == 0 else one()
 
 
 def apart(z):
@@ -128,8 +147,9 @@ def apart(z):
 
 
 @st.composite
-def joined(draw, z, offset, is_apart: bool):
-    """Masks of every kind joined by &, | and ~, some with a map of their blocks."""
+def joined(draw, z, offset, is_apart: bool, gathers: bool):
+    """Masks of every kind joined by &, | and ~, some with a map of their blocks; beside them lists
+    of keys, which are in no | and ~, if it gathers."""
     one = st.one_of(*alone(z).values())
 
     def mapped(drawn):  # a map is of positions that one number says
@@ -155,4 +175,5 @@ def joined(draw, z, offset, is_apart: bool):
         found = draw(
             st.sampled_from([lambda: found | more, lambda: found & ~more, lambda: ~(found & more)])
         )()
-    return mapped(found)
+    found = mapped(found)
+    return found & draw(key_lists(z, 1)) if gathers and draw(st.booleans()) else found

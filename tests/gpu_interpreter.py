@@ -370,14 +370,28 @@ def _inline_mgpu(self, eqn, token, values):
         a, b = a.reshape(4, 16, -1), b.reshape(-1, 4, 8, b.shape[1]).swapaxes(0, 1)
         return token, [acc + (a @ b.reshape(4, -1, b.shape[-1])).reshape(acc.shape)]
     if eqn.params["mgpu_fn"].__name__ == "gather":
-        count = eqn.params["pytree_args"].num_leaves
-        key, *index = values[:count]
-        (transforms, *_) = eqn.params["pytree_ref_transforms"].unflatten(values[count:])
-        key, transforms = jaxpr_interpret.resolve_ref(eqn.invars[0].aval, key, transforms)
-        ref = dict(key=key, transforms=transforms, index=tuple(index))
-        token, value = _call(self, gpu_memory.gather, token, eqn.outvars[0].aval, **ref)
+        ((ref, transforms), *index) = _references(eqn, values)
+        read = dict(key=ref, transforms=transforms, index=tuple(index))
+        token, value = _call(self, gpu_memory.gather, token, eqn.outvars[0].aval, **read)
         return token, [value]
+    if eqn.params["mgpu_fn"].__name__ == "copy_rows":
+        source, rows, target = _references(eqn, values)
+        return _cp_async(self, eqn, token, source, target, rows=rows), []
+    if eqn.params["mgpu_fn"].__name__ == "wait_for_cp_async":
+        at = inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals
+        wait = functools.partial(gpu_memory.wait_for_cp_async, n=at["running"])
+        return _call(self, wait, token), []
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
+
+
+def _references(eqn, values) -> list:
+    """The arguments of an inline function, a reference with the transforms before it."""
+    count = eqn.params["pytree_args"].num_leaves
+    transforms = eqn.params["pytree_ref_transforms"].unflatten(values[count:])
+    return [
+        value if of_value is None else jaxpr_interpret.resolve_ref(var.aval, value, of_value)
+        for var, value, of_value in zip(eqn.invars, values[:count], transforms, strict=False)
+    ]
 
 
 # kernels/mosaic/row_bits.py, whose functions close over the names in `at`
@@ -425,19 +439,18 @@ def _copy_gmem_to_smem(self, eqn, token, values):
     trees = [eqn.params[f"{end}_transforms_treedef"] for end in ("src", "dst")]
     count = trees[0].num_leaves
     leaves = flat[:count], flat[count : count + trees[1].num_leaves]
-    ends = {}
-    for end, ref, var, tree, part in zip(
-        ("source", "target"), (source, target), eqn.invars, trees, leaves, strict=False
-    ):
-        ref, transforms = jaxpr_interpret.resolve_ref(var.aval, ref, jax.tree.unflatten(tree, part))
-        ends |= {end: ref, f"{end}_transforms": transforms}
+    ends = [
+        jaxpr_interpret.resolve_ref(var.aval, ref, jax.tree.unflatten(tree, part))
+        for ref, var, tree, part in zip((source, target), eqn.invars, trees, leaves, strict=False)
+    ]
+    return _cp_async(self, eqn, token, *ends), []
+
+
+def _cp_async(self, eqn, token, source, target, **rows):
     copy = functools.partial(gpu_memory.cp_async, source_info=eqn.source_info)
-    return _call(self, copy, token, **ends), []
-
-
-def _wait_gmem_to_smem(self, eqn, token, values):
-    wait = functools.partial(gpu_memory.wait_for_cp_async, n=eqn.params["n"])
-    return _call(self, wait, token), []
+    ends = dict(source=source[0], source_transforms=source[1])
+    ends |= dict(target=target[0], target_transforms=target[1])
+    return _call(self, copy, token, **ends, **rows)
 
 
 RULES = {}
@@ -446,7 +459,6 @@ if not MISSING:
         gpu.inline_mgpu_p: _inline_mgpu,
         gpu.mma_p: _mma,
         gpu.copy_gmem_to_smem_p: _copy_gmem_to_smem,
-        gpu.wait_gmem_to_smem_p: _wait_gmem_to_smem,
         discharge.run_state_p: _run_state,
         gpu.wgmma_accumulator_deref_p: _accumulator_load,
         gpu.wgmma_wait_p: _wgmma_wait,

@@ -87,14 +87,25 @@ def wait_for_products(memory, thread, *, n):
         _join(memory, thread, _products(memory, thread), n)
 
 
-def cp_async(memory, thread, *, source, source_transforms, target, target_transforms, source_info):
-    """A copy to shared memory by a clock of its own, which only a wait joins to the warpgroup's."""
+def cp_async(
+    memory,
+    thread,
+    *,
+    source,
+    source_transforms,
+    target,
+    target_transforms,
+    source_info,
+    rows=slice(None),
+):
+    """A copy of rows to shared memory by a clock of its own, which only a wait joins to the
+    warpgroup's."""
     (source, read), (target, written) = (
         _access(memory, source, source_transforms),
         _access(memory, target, target_transforms),
     )
     value, *_ = memory.get_buffer_content(source, read, thread)
-    memory.store_buffer_content(target, written, value, thread)
+    memory.store_buffer_content(target, written, value[rows], thread)
     if memory.detect_races:
         clock = memory.incr_clock(thread)
         clock.inc(memory.get_next_tma_thread_id())

@@ -39,6 +39,8 @@ def visible(B, N, T, S, kw):
             position[:, None],
             j,
         )
+    if (lists := kw.get("lists")) is not None:
+        seen = seen & listed(*lists, B, N, T, S)
     if (rule := kw.get("rule")) is not None:  # masks.MaskMod
         seen = seen & rule(
             np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j
@@ -92,6 +94,17 @@ def sequences(of_queries, of_keys, B, T, S):
             seen[b, q:q_end, k:k_end] = True
             position[b, q:q_end, 0] = k_end - q_end + np.arange(q, q_end)
     return seen, position
+
+
+def listed(indices, block, query_block, B, N, T, S):
+    """masks.KeyLists, entry by entry: the keys that each query's list names, bool [B, N, T, S]."""
+    seen, L = np.zeros((B, N, T, S), bool), indices.shape[2]
+    indices = np.broadcast_to(indices, (B, *indices.shape[1:]))
+    for b, h, t in np.ndindex(B, N, T):
+        for entry in map(int, indices[b, t // query_block, h * L // N]):
+            if entry >= 0:
+                seen[b, h, t, entry * block : (entry + 1) * block] = True
+    return seen
 
 
 def _softmax(logits, seen, sinks=None):

@@ -12,6 +12,7 @@ import pytest
 from cases import normal
 from pictures import assert_same
 
+from pallas_flash import masks
 from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Problem
@@ -23,7 +24,7 @@ TEXT = DESIGN.read_text()
 PROSE = re.sub(r"```.*?```|`[^`\n]*`", "", TEXT, flags=re.S)
 LINKS = sorted(set(re.findall(r"\]\(([^)\s]+)\)", PROSE)))
 PICTURES = ("memory", "tiles", "timeline", "mma")
-OF_MASKS = ("masks", "alignment")  # docs/masks.md shows these
+OF_MASKS = ("masks", "alignment", "lists")  # docs/masks.md shows these
 
 
 # ---- the loops ----
@@ -175,6 +176,17 @@ def test_the_picture_of_alignments_is_the_truth():
         first = S - T if "bottom-right" in name else 0  # the last key that query 0 sees
         visible = np.arange(S) <= np.arange(T)[:, None] + first
         assert name.startswith(f"T = {T}, S = {S}\n") and ((types > 0) == visible).all(), name
+
+
+def test_the_picture_of_lists_is_the_truth():
+    query, key = np.ogrid[: draw_design.TOKENS, : draw_design.TOKENS]
+    for name, mask in draw_design.example_lists().items():
+        lists, *causal = masks.leaves(mask)
+        chosen = lists.indices[:, 0][query[:, 0] // lists.query_block]
+        visible = (chosen[:, None] == key[..., None] // lists.block).any(2)
+        visible &= key <= query if causal else True
+        types = masks.create_block_mask(mask, *visible.shape, block=1).second.block_types
+        assert ((np.asarray(types)[0, 0] > 0) == visible).all(), name
 
 
 def test_the_timeline_is_of_the_kernel_as_it_is_tuned():

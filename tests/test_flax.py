@@ -77,6 +77,7 @@ CASES = {
     "triton, by partial": Case(dict(mask=PADDED_KEYS), hook=dict(implementation="triton")),
     "dropout turned off": Case(dict(deterministic=True), dict(dropout_rate=0.5)),
 }
+NEXT = (np.arange(T) + 1) % T
 OF_NNX = {
     "is_causal, grouped heads, cross-attention": Case(
         dict(is_causal=True),
@@ -84,6 +85,10 @@ OF_NNX = {
         inputs=((B, T, D), (B, T + 4, D)),
     ),
     "a mask object": Case(dict(mask=masks.Causal()), of_flax=dict(is_causal=True)),
+    "lists of keys": Case(
+        dict(mask=masks.KeyLists(NEXT[:, None, None])),
+        of_flax=dict(mask=(np.arange(T) == NEXT[:, None])[None, None]),
+    ),
 }
 EACH = [*(("nnx", name) for name in CASES | OF_NNX), *(("linen", name) for name in CASES)]
 FAST = [pair for pair in EACH if pair[0] == "nnx"] + [("linen", name) for name in [*CASES][3::2]]

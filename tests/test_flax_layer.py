@@ -124,6 +124,10 @@ def test_the_gradients_of_the_layer_are_those_of_its_equations():
 
 ANY = np.random.default_rng(0).random((B, 1, T, T)) < 0.6
 PREFIX = np.array([2, 5], np.int32)
+# each token's own, two others, and what names nothing, for each of two layers
+LISTS = np.random.default_rng(0).integers(-1, T, (2, B, T, 1, 3))
+LISTS[..., 0] = np.arange(T)[:, None]
+LISTED = CAUSAL & (LISTS[..., 0, :, None] == COLUMN[0]).any(-2)
 CALLS = {
     "a boolean mask": (
         dict(mask=ANY | np.eye(T, dtype=bool)),
@@ -134,6 +138,7 @@ CALLS = {
         CAUSAL & IS_REAL[:, None],
     ),
     "a mask object": (dict(mask=masks.Window(1, None)), CAUSAL & (ROW - COLUMN <= 1)),
+    "lists of keys": (dict(mask=masks.KeyLists(LISTS[0])), LISTED[0]),
 }
 
 
@@ -144,6 +149,29 @@ def test_the_layer_joins_its_mask_with_causality(case):
     assert_close(
         jax.jit(lambda x: layer(x, **call))(x), jax.jit(plain_layer)(pure(layer), x, visible)
     )
+
+
+def test_rematted_layers_in_a_scan_have_lists_of_their_own_with_gradients():
+    layer, x = layer_of(num_kv_heads=2), normal(1, B, T, D)
+    graph, state = nnx.split(layer)
+    params = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), pure(layer))
+
+    @nnx.remat
+    def step(x, layer, indices):
+        return layer(x, mask=masks.KeyLists(indices))
+
+    scan = nnx.scan(step, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+
+    def run(params, x):
+        nnx.replace_by_pure_dict(state, params)
+        return scan(x, nnx.merge(graph, state), LISTS)
+
+    def plain(params, x):
+        for n in range(2):
+            x = plain_layer(jax.tree.map(lambda a: a[n], params), x, LISTED[n])
+        return x
+
+    assert_close(value_and_grads(run, params, x), value_and_grads(plain, params, x))
 
 
 def test_a_layer_that_is_not_causal_takes_a_mask_that_is_partly_so():

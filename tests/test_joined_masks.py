@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, normal, qkv
+from cases import GATHERS, Sizes, normal, qkv
 from check import check
 from drawn_masks import Drawn, joined
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +27,7 @@ def examples(request):
 
 
 @st.composite
-def calls(draw):
+def calls(draw, gathers: bool):
     """(keywords of the oracle, seed)."""
     by_batch = lambda low, high: st.lists(st.integers(low, high), min_size=Z.B, max_size=Z.B).map(
         lambda x: np.array(x, np.int32)
@@ -46,7 +46,7 @@ def calls(draw):
     )
     names = draw(st.lists(st.sampled_from(list(more)), max_size=2, unique=True))
     kw = dict(
-        drawn=draw(joined(Z, offset, is_apart)),
+        drawn=draw(joined(Z, offset, is_apart, gathers)),
         query_offset=offset,
         **{name: draw(more[name]) for name in names},
     )
@@ -66,7 +66,7 @@ def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
             HealthCheck.filter_too_much,
         ],
     )
-    @given(calls())
+    @given(calls(implementation in GATHERS))
     def equals(call):
         kw, seed = call
         rng = np.random.default_rng(seed)

@@ -31,6 +31,10 @@ ones = jnp.ones
 q, k, x = ones((2, 5, 4, 8)), ones((2, 7, 2, 8)), ones((1, 8, 2, 8))
 
 
+def lists(shape, query_block=1, block=1):
+    return masks.KeyLists(np.zeros(shape, np.int32), block, query_block)
+
+
 UNEXPECTED = {
     "cu_seqlens": r"mean mask=masks.Varlen\(cu_seqlens\)\?",
     "return_softmax_lse": r"mean return_residual\? It returns the log-sum-exp",
@@ -57,11 +61,6 @@ ELSEWHERE = {
         lambda: paged_attention(x, x, x, 1, 1, page_indices=1),
         TypeError,
         r"Did you mean page_table\?",
-    ),
-    "a mask of pages": (
-        lambda: paged_attention(x, x, x, 1, 1, mask=1),
-        TypeError,
-        "Leave mask out: lengths, local_window_size and a score_mod hide keys",
     ),
     "options without their names": (
         lambda: flash_attention(q, k, k, None, None, 0.5),
@@ -108,13 +107,94 @@ ELSEWHERE = {
             TypeError,
             rf"{kind.__name__}\.\w+ must be integers; got ",
         )
-        for kind in (masks.KeyLengths, masks.KeyStarts, masks.QueryLengths, masks.PrefixLM)
+        for kind in (
+            masks.KeyLengths,
+            masks.KeyLists,
+            masks.KeyStarts,
+            masks.QueryLengths,
+            masks.PrefixLM,
+        )
         for x in (True, 0.5, [1.5, 2.0])
     },
     "a float of ids": (
         lambda: masks.Documents(np.ones((1, 3)), [[0]]),
         TypeError,
         "Documents.query_ids must be integers; got float64",
+    ),
+    "a bool of lists": (
+        lambda: masks.KeyLists(ones((5, 1, 3)) > 0),
+        TypeError,
+        "KeyLists.indices must be integers; got bool",
+    ),
+    **{
+        f"a {name} of {x!r}": (
+            lambda name=name, x=x: masks.KeyLists([[[0]]], **{name: x}),
+            ValueError,
+            rf"KeyLists.{name} must be a static int from 1 to \d+; got the \w+ {x}",
+        )
+        for name, x in (("block", 0), ("block", 2.0), ("query_block", True), ("block", 2**31))
+    },
+    "a traced block": (
+        lambda: jax.jit(lambda block: masks.KeyLists([[[0]]], block).block)(3),
+        ValueError,
+        "KeyLists.block must be .*; got a traced array .*static_argnames='block'",
+    ),
+    **{
+        f"lists {shape} for {size} queries": (
+            lambda shape=shape, size=size: flash_attention(q, k, k, mask=lists(shape, size)),
+            ValueError,
+            rf"KeyLists.indices must be integers \[\*B or 1, {text}",
+        )
+        for shape, size, text in (
+            (
+                (2, 4, 1, 3),
+                1,
+                r"T, L, n\] = \(2, 5, L, n\), .*K = 2 or N = 4; got \(2, 4, 1, 3\)\.$",
+            ),
+            ((2, 5, 1, 3), 2, r"ceil\(T / 2\), L, n\] = \(2, 3, L, n\), .*got \(2, 5, 1, 3\)\.$"),
+            ((3, 5, 1, 3), 1, r"T, L, n\] .*; got \(3, 5, 1, 3\)\.$"),
+            ((2, 5, 3, 3), 1, r"T, L, n\] .*; got \(2, 5, 3, 3\)\.$"),
+            ((), 1, r"T, L, n\] .*; got \(\)\.$"),
+            (
+                (2, 5, 3),
+                1,
+                r".*; got \(2, 5, 3\)\. For one list for all heads pass x\[\.\.\., None, :\]",
+            ),
+            ((5, 3), 1, r".*; got \(5, 3\)\. For one list for all heads pass x\[\.\.\., None, :\]"),
+            ((2, 4, 5, 3), 1, r".*\. Do the heads come before the length\?"),
+        )
+    },
+    "lists as an array": (
+        lambda: flash_attention(q, k, k, mask=jnp.zeros((2, 5, 1, 3), int)),
+        TypeError,
+        r"mask must be bool .*; lists of keys as masks.KeyLists\(x\)",
+    ),
+    **{
+        f"lists of single keys under {sign}": (
+            lambda mask=mask: flash_attention(q, k, k, mask=mask),
+            TypeError,
+            r"\| and ~ take KeyLists with block \* query_block >= 64; got block 1 and query_block 1"
+            r"\. Add the keys to the lists, or .* join them by merge_attention",
+        )
+        for sign, mask in {
+            "|": masks.Causal() | masks.KeyLists([[[0]]] * 5),
+            "~": ~masks.KeyLists([[[0]]] * 5),
+        }.items()
+    },
+    "lists of two sizes": (
+        lambda: flash_attention(q, k, k, mask=lists((5, 1, 3)) & lists((5, 1, 3), block=2)),
+        TypeError,
+        r"& joins KeyLists of equal block .*; got \(block, query_block\) = \(1, 1\), \(2, 1\)",
+    ),
+    "lists of a sequence on several devices": (
+        lambda: flash_attention(q, k, k, mask=lists((5, 1, 3)), context=Ring("x")),
+        NotImplementedError,
+        r"KeyLists take sequences that are whole on a device; got context=Ring\('x'",
+    ),
+    "lists for a kernel without their table": (
+        lambda: flash_attention(q, k, k, mask=lists((5, 1, 3)), implementation="triton"),
+        NotImplementedError,
+        r"it takes lists as a table of blocks, with block \* query_block >= 64; got 1 \* 1\.",
     ),
     "text in an array": (
         lambda: flash_attention(q, k, k, mask=np.full((5, 7), "causal")),

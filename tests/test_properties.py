@@ -5,8 +5,9 @@ import os
 
 import numpy as np
 import pytest
-from cases import Sizes, normal, qkv
+from cases import GATHERS, Sizes, normal, qkv
 from check import check
+from drawn_masks import key_lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def examples(request):
 
 
 @st.composite
-def calls(draw):
+def calls(draw, gathers: bool):
     """(sizes, keywords of the oracle, seed): any arguments that fit together."""
     length = st.sampled_from([1, 2, 7, 16, 17, 31, 32, 40])
     K, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -58,12 +59,13 @@ def calls(draw):
                 sinks=st.just(True),
                 bias=axes,
                 mask=axes,
+                drawn=key_lists(z, 1 if gathers else 64),
             ),
         )
     )
     if "query_segment_ids" in kw:
         kw["key_value_segment_ids"] = run(draw(ids(z.S)))
-    if "prefix" in kw:
+    if "prefix" in kw or "drawn" in kw:
         kw.pop("mask", None)  # one argument takes either
     return z, kw, draw(st.integers(0, 2**32 - 1))
 
@@ -79,7 +81,7 @@ def test_a_drawn_call_equals_the_oracle(implementation, part, examples):
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    @given(calls())
+    @given(calls(implementation in GATHERS))
     def equals(call):
         z, kw, seed = call
         rng = np.random.default_rng(seed)

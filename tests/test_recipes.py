@@ -37,15 +37,22 @@ Q, KV = (B, T, N, H), (B, S, K, H)
 QKV = dict(q=Q, k=KV, v=KV)
 
 
-def attention(q, k, v, seen, bias=0.0, scale=None, cap=None, sinks=-np.inf):
-    """Dense; seen and bias broadcast to [B, N, T, S]. Every query sees a key."""
+def dense(q, k, v, seen, bias=0.0, scale=None, cap=None, sinks=-np.inf):
+    """Output, log-sum-exp [B, T, N] and weights [B, N, T, S]; seen and bias broadcast to the
+    weights. Every query sees a key or has a sink, or its output is 0."""
     k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], -2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     logits = scale * np.einsum("...tnh,...snh->...nts", q, k) + bias
     logits = logits if cap is None else cap * np.tanh(logits / cap)
     e = np.where(seen, np.exp(logits), 0)
     sums = e.sum(-1, keepdims=True) + np.exp(np.broadcast_to(sinks, N)[:, None, None])
-    return np.einsum("...nts,...snh->...tnh", e / sums, v)
+    p = e / np.where(sums == 0, 1, sums)
+    lse = np.log(np.where(sums == 0, 1, sums))[..., 0].swapaxes(-1, -2)
+    return np.einsum("...nts,...snh->...tnh", p, v), lse, p
+
+
+def attention(*args, **options):
+    return dense(*args, **options)[0]
 
 
 def gradient(f, x):
@@ -106,24 +113,85 @@ def block_diffusion(q, k, v, tokens=6, size=2):
     return attention(q, k, v, np.array([[sees(a, b) for b in range(S)] for a in range(T)]))
 
 
+def listed(chosen, size=1, rows=1):
+    """[B, N, T, S]: which keys the lists name, [B, T / rows, 1, K or N, n] numbers of blocks."""
+    seen = (j // size == chosen[..., None]).any(3).transpose(0, 2, 1, 3)
+    return seen.repeat(N // seen.shape[1], 1).repeat(rows, 2)
+
+
+def largest(scores, n, forced=None):
+    """The n largest of the last axis, of real parts, forced ones first; -1 in place of -inf."""
+    scores = scores.real if forced is None else np.where(forced, np.inf, scores.real)
+    chosen = np.argsort(-scores, -1, kind="stable")[..., :n]
+    return np.where(np.take_along_axis(scores, chosen, -1) == -np.inf, -1, chosen)
+
+
+def means(x, size):
+    return x.reshape(x.shape[0], -1, size, *x.shape[2:]).mean(2)
+
+
 def moba(q, k, v, size=2, top=3):
-    means = np.stack([k[:, a : a + size].mean(1) for a in range(0, S, size)], 1)
-    gate = np.einsum("btnh,bjnh->bntj", q, means).real
-    seen = np.zeros((B, N, T, S), bool)
-    for b, n, t in np.ndindex(B, N, T):
-        own = t // size
-        for block in (own, *np.argsort(-gate[b, n, t, :own])[: top - 1]):
-            seen[b, n, t, block * size : (block + 1) * size] = True
-    return attention(q, k, v, seen & (j <= i))
+    gate = np.einsum("btnh,bjnh->btnj", q, means(k, size)).real
+    own, block = (np.arange(T) // size)[:, None, None], np.arange(S // size)
+    chosen = largest(np.where(block > own, -np.inf, gate), top, forced=block == own)
+    return attention(q, k, v, listed(chosen, size) & (j <= i))
 
 
-CHOSEN = np.stack([i // 2, i // 4, i * 0], -1)[None].repeat(K, 2).repeat(B, 0)
-CHOSEN[:, :, 1, 2] = CHOSEN[:, :, 1, 0]  # one of them twice
+def nsa(q, k, v, k_c, v_c, gates, size=2, top=4, window=4):
+    chosen = np.zeros((B, T, K, top), int)
+    for b, t, head in np.ndindex(B, T, K):
+        ended, own = (t + 1) // size, t // size
+        weights = np.full(S // size, -1.0)
+        for n in range(head * N // K, (head + 1) * N // K):
+            e = np.exp(k_c[b, :ended, head].real @ q[b, t, n].real * H**-0.5)
+            weights[:ended] = np.maximum(weights[:ended], 0) + e / e.sum()
+        chosen[b, t, head] = largest(
+            weights, top, forced=np.isin(range(S // size), [0, own - 1, own])
+        )
+    compressed = dense(q, k_c, v_c, (np.arange(S // size) + 1) * size <= i + 1)[0]
+    selected = attention(q, k, v, listed(chosen, size) & (j <= i))
+    return gates[0] * compressed + gates[1] * selected + gates[2] * within(window)(q, k, v)
 
 
-def nsa_selection(q, k, v, chosen, size=2):
-    seen = (j // size == chosen[..., None]).any(3)  # [B, T, K, S]
-    return attention(q, k, v, seen.transpose(0, 2, 1, 3).repeat(N // K, 1) & (j <= i))
+def indexer_loss(scores, weights):
+    """The KL divergence of [..., n], from weights without a gradient."""
+    p = weights.real / weights.real.sum(-1, keepdims=True)
+    q = np.where(p > 0, np.exp(scores), 0)
+    q = q / q.sum(-1, keepdims=True)
+    return (p * (np.log(np.where(p > 0, p, 1)) - np.log(np.where(p > 0, q, 1)))).sum(-1).mean()
+
+
+def dsa(q, latents, index_q, index_k, index_w, top=5, rank=3, scale=0.4):
+    products = np.einsum("btmc,bsc->btms", index_q, index_k)
+    scores = np.einsum("btms,btm->bts", np.where(products.real > 0, products, 0), index_w)
+    seen = listed(largest(np.where(j <= i, scores, -np.inf), top)[:, :, None])
+    k = latents[:, :, None]
+    o, _, p = dense(q, k, k[..., :rank], seen, scale=scale)
+    return o, indexer_loss(scores, p.sum(1))
+
+
+def v4(q, compressed, tokens, sinks, chosen=None, ratio=2, window=3):
+    ended = np.broadcast_to((np.arange(S // ratio) + 1) * ratio <= i + 1, (B, 1, T, S // ratio))
+    if chosen is not None:
+        ended = ended & (np.arange(S // ratio) == chosen[..., None]).any(2)[:, None]
+    near = np.broadcast_to((j <= i) & (j > i - window), (B, 1, T, S))
+    k = np.concatenate([compressed, tokens], 1)[:, :, None]
+    return dense(q, k, k, np.concatenate([ended, near], 3), sinks=sinks)[:2]
+
+
+def msa(q, k, v, scores, size=2, top=3):
+    past = (j <= i)[:, None]
+    blocks = np.where(past, scores.real, -np.inf).reshape(B, T, K, -1, size).max(4)
+    own = np.arange(S // size) == (np.arange(T) // size)[:, None, None]
+    seen = listed(largest(blocks, top, forced=own), size) & (j <= i)
+    o, _, p = dense(q, k, v, seen)
+    return o, indexer_loss(scores, p.reshape(B, K, -1, T, S).sum(2).swapaxes(1, 2))
+
+
+def vsa(q, k, v, gate, size=2, top=3):
+    coarse = dense(means(q, size), means(k, size), means(v, size), True)[0]
+    chosen = largest(np.einsum("binh,bjnh->binj", means(q, size), means(k, size)), top)
+    return gate * coarse.repeat(size, 1) + attention(q, k, v, listed(chosen, size, size))
 
 
 def cascade(q, k_prefix, v_prefix, k, v, length):
@@ -184,6 +252,9 @@ def maxtext_formula(seen, q, k, v, sinks=-np.inf):
 
 
 PREFIX = dict(k_prefix=(11, K, H), v_prefix=(11, K, H), length=np.array([5, 17], np.int32))
+CHOSEN = np.hstack([i // 2 - 1, i // 4, i * 0 + 2, i * 0 - 1])  # [T, 4], of pairs of tokens
+CHOSEN = np.stack([CHOSEN, CHOSEN[:, ::-1] + 1])
+CACHES = dict(q=Q, compressed=(B, S // 2, H), tokens=(B, S, H), sinks=(N,))
 PAIRS = dict(q=(B, T, 2 * N, H), k=(B, T, 2 * N, H), v=(B, T, N, 2 * H))
 CASES = [
     Case("gpt_oss", QKV | dict(sinks=(N,)), within(5), dict(layer=0, window=5)),
@@ -229,7 +300,28 @@ CASES = [
     Case("block_causal", QKV, functools.partial(attention, seen=j // 5 <= i // 5), dict(size=5)),
     Case("block_diffusion", QKV, block_diffusion, dict(tokens=6, size=2)),
     Case("moba", dict(q=Q, k=Q, v=Q), moba, dict(size=2, top=3)),
-    Case("nsa_selection", QKV | dict(chosen=CHOSEN), nsa_selection, dict(size=2)),
+    Case(
+        "nsa",
+        QKV | dict(k_c=(B, S // 2, K, H), v_c=(B, S // 2, K, H), gates=(3, B, T, N, 1)),
+        nsa,
+        dict(size=2, top=4, window=4),
+    ),
+    Case(
+        "dsa",
+        dict(q=(B, T, N, 7), latents=(B, S, 7))
+        | dict(index_q=(B, T, 3, 2), index_k=(B, S, 2), index_w=(B, T, 3)),
+        dsa,
+        dict(top=5, rank=3, scale=0.4),
+    ),
+    Case("v4", CACHES | dict(chosen=CHOSEN), v4, dict(ratio=2, window=3)),
+    Case("v4", CACHES, v4, dict(ratio=2, window=3)),
+    Case(
+        "msa",
+        QKV | dict(scores=(B, T, K, S)),
+        msa,
+        dict(size=2, top=3),
+    ),
+    Case("vsa", dict(q=Q, k=Q, v=Q, gate=Q), vsa, dict(size=2, top=3)),
     Case("cascade", QKV | PREFIX | dict(q=(B, 2, N, H)), cascade),
     Case(
         "tree_attention",
@@ -262,6 +354,8 @@ CASES = [
         maxtext("CHUNK"),
     ),
 ]
+IN_PAGES = {"mla_decode_in_pages", "nsa_by_pages"}  # without gradients
+WITHIN = {"nsa_blocks", "indexer_scores", "indexer_loss"}  # recipes that others call
 NAMESPACE = {}
 exec(compile(CODE, "recipes.md", "exec"), NAMESPACE)
 
@@ -270,6 +364,16 @@ def recipe_of(case):
     recipe = NAMESPACE[case.recipe]
     if case.recipe == "block_diffusion":  # it makes a mask
         return lambda q, k, v: flash_attention(q, k, v, mask=recipe(**case.options))
+    if case.recipe == "dsa":
+        scores = NAMESPACE["indexer_scores"]
+        return lambda q, latents, index_q, index_k, index_w: recipe(
+            q, latents, scores(index_q, index_k, index_w), **case.options
+        )
+    if case.recipe == "msa":
+        past = (j <= i)[:, None]
+        return lambda q, k, v, scores: recipe(
+            q, k, v, np.where(past, 0, -np.inf).astype(np.float32) + scores, **case.options
+        )
     return functools.partial(recipe, **case.options)
 
 
@@ -291,7 +395,8 @@ def test_a_recipe_is_its_dense_formula_with_its_gradients(case, rng):
     do = jax.tree.map(lambda o: rng.normal(size=o.shape), o)
 
     def product(name, moved):
-        return np.sum(do * case.formula(**x | {name: moved}, **arrays))
+        o = case.formula(**x | {name: moved}, **arrays)
+        return sum(map(np.vdot, *map(jax.tree.leaves, (do, o))))
 
     expected = {name: gradient(functools.partial(product, name), x[name]) for name in x}
     narrow = functools.partial(
@@ -313,9 +418,22 @@ def test_mla_in_pages_is_the_dense_formula(dtype, atol, rng):
     equal(NAMESPACE["mla_decode_in_pages"](pool=pool, **x), expected, atol)
 
 
+def test_nsa_by_pages_is_the_dense_formula(rng):
+    shapes = dict(q=(B, 40, N, H), k=(B, 40, K, H), v=(B, 40, K, 3))
+    x = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    own = np.broadcast_to(np.arange(40) // 8, (B, K, 40)).swapaxes(1, 2)
+    chosen = np.stack([own // 2, own, np.full_like(own, -1)], 3).astype(np.int32)
+    chosen[..., 0] = np.where(chosen[..., 0] == own, -1, chosen[..., 0])
+    chosen[1, :, 1, 2] = np.where(own[1, :, 1] > 3, 3, -1)
+    seen = (np.arange(40) // 8 == chosen[..., None]).any(3).transpose(0, 2, 1, 3)
+    seen = seen.repeat(N // K, 1) & (np.arange(40) <= np.arange(40)[:, None])
+    found = NAMESPACE["nsa_by_pages"](**x, chosen=chosen, size=8)
+    equal(found, attention(**x, seen=seen), 1e-5)
+
+
 def test_every_recipe_is_at_most_ten_lines_and_has_a_case():
     lines = CODE.splitlines()
     size = lambda node: sum(map(bool, lines[node.lineno - 1 : node.end_lineno]))
     assert {name: size(node) for name, node in RECIPES.items() if size(node) > 10} == {}
     classes = {name for name, node in RECIPES.items() if isinstance(node, ast.ClassDef)}
-    assert {case.recipe for case in CASES} == {*RECIPES} - classes - {"mla_decode_in_pages"}
+    assert {case.recipe for case in CASES} == {*RECIPES} - classes - IN_PAGES - WITHIN

@@ -60,6 +60,19 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     equal(exported(gradients, *of_qkv(1, "t", "s"))(*x), gradients(*x))
 
 
+@pytest.mark.parametrize("block, query_block", [(64, 1), (8, 8)])
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_a_program_with_symbols_takes_lists_of_keys(implementation, block, query_block, rng):
+    def gradients(q, k, v, indices):
+        lists = masks.KeyLists(indices, block, query_block)
+        return value_and_gradients(attend(implementation, mask=lists, is_causal=True))(q, k, v)
+
+    program = exported(gradients, *of_qkv("b", f"{query_block}*t", "s"), ("b, t, 1, 3", "int32"))
+    x = qkv(rng, Z._replace(B=2, T=16))
+    indices = rng.integers(-1, 4, (2, 16 // query_block, 1, 3)).astype(np.int32)
+    equal(program(*x, indices), gradients(*x, indices))
+
+
 def test_a_program_serves_any_number_of_sequences(rng):
     f = lambda *x: attend("blockwise", mask=masks.Varlen(*x[3:]), is_causal=True)(*x[:3])
     program = exported(f, *of_qkv(1, "t", "s"), *[("n", "int32")] * 2)

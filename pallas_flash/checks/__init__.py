@@ -96,8 +96,8 @@ def dense(name: str, x, dtype):
         if x.dtype != bool:
             raise TypeError(
                 f"mask must be bool (True: attend); got {x.dtype}. Pass an additive mask of 0 and "
-                "-1e9 as bias, or as mask=x > -1; a mask of 1 (attend) and 0 as mask=x != 0."
-                f"{IN_FLAX}"
+                "-1e9 as bias, or as mask=x > -1; a mask of 1 (attend) and 0 as mask=x != 0; lists "
+                f"of keys as masks.KeyLists(x).{IN_FLAX}"
             )
         return x
     if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
@@ -319,7 +319,7 @@ def is_known(x) -> bool:
 
 def if_traced(name: str, x) -> str:
     return (
-        f" Under jax.jit make it static: static_argnames={name!r}."
+        f" Under jax.jit make it static: static_argnames={name.rpartition('.')[2]!r}."
         if isinstance(x, jax.core.Tracer)
         else ""
     )

@@ -39,6 +39,8 @@ OURS: Hints = {
     "attention_mask": _PADDING,
     "key_padding_mask": _PADDING,
     "block_mask": "mask",
+    "indices": "mask=masks.KeyLists(indices)",
+    "block_indices": "mask=masks.KeyLists(block_indices, block)",
     "mask_mod": "mask=masks.MaskMod(mask_mod)",
     "segment_ids": ("query_segment_ids", "mask=masks.Documents(query_ids, key_ids)"),
     "kv_segment_ids": "key_value_segment_ids",
@@ -58,6 +60,7 @@ OURS: Hints = {
     "return_softmax_lse": _RESIDUAL,
     "learnable_sink": "sinks",
     "s_aux": "sinks",
+    "attn_sink": "sinks",
     # of create_block_mask
     "B": "batch",
     "H": "heads",
@@ -65,9 +68,11 @@ OURS: Hints = {
     "KV_LEN": "keys",
     "BLOCK_SIZE": "block",
 }
+_COUNTS = "an index of -1 names no key, anywhere in a list"
 _TILES = "tiles are chosen; explain says which"
 NEEDLESS = {
     "attention_specs": "the arrays' own shardings count, and context=Ring(axis) splits a sequence",
+    "block_counts": _COUNTS,
     "block_q": _TILES,
     "block_sizes": _TILES,
     "block_table": "paged_attention takes it, as page_table",
@@ -75,13 +80,13 @@ NEEDLESS = {
     "enable_gqa": "grouped heads need no flag",
     "kernel_options": _TILES,
     "logits_dtype": "logits are float32, or float64 for float64",
-    "mask": "lengths, local_window_size and a score_mod hide keys",
     "max_seqlen_k": "no maxima are needed",
     "max_seqlen_q": "no maxima are needed",
     "num_splits": "it is chosen; explain says how",
     "pack_gqa": "it is chosen; explain says how",
     "precision": "float32 is multiplied in float32, 16-bit floats exactly, and sums are float32",
     "q_sharding": "the arrays' own shardings count",
+    "topk_length": _COUNTS,
 }
 # Those that Flax's modules give every attention_fn.
 FLAX = {

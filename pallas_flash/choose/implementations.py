@@ -171,10 +171,12 @@ def _mosaic_family(
         tangent=_tangent(modules[2]),
         own_kernels=True,
         is_interpretable=False,
+        takes_lists=mma.takes_lists,
         paged=PagedKernel(
             mma.why_no_pages,
             lambda p, pages: _kernel("mma.tuning", "decode_tiles")(p, pages.page, pages.stored),
             _kernel("mma.decode", "forward"),
+            takes_lists=lambda p: True,
         ),
         keeps_base_2=True,
         copies=_kernel(folder, "copies"),

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import checks
+from pallas_flash.checks.sizes import HEADS_FIRST
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks.mask import Mask
 from pallas_flash.masks.resolved_lists import LEAST_TABLE, ResolvedLists
@@ -76,10 +77,13 @@ class KeyLists(Mask):
         fits = x.ndim > 2 and x.shape[:-3] in (lead, (1,) * len(lead), (1,), ())
         if not fits or x.shape[-3] != blocks or x.shape[-2] not in (1, kv_heads, heads):
             of_blocks = "T" if self.query_block == 1 else f"ceil(T / {self.query_block})"
+            hint = " For one list for all heads pass x[..., None, :]."
+            hint *= x.shape[:-1] in ((*lead, blocks), (blocks,))
+            heads_first = x.ndim > 2 and x.shape[-2] == blocks and x.shape[-3] in (kv_heads, heads)
             raise ValueError(
                 f"KeyLists.indices must be integers [*B or 1, {of_blocks}, L, n] = "
                 f"({', '.join(map(str, (*lead, blocks)))}, L, n), with L = 1, K = {kv_heads} or "
-                f"N = {heads}; got {x.shape}."
+                f"N = {heads}; got {x.shape}.{hint or HEADS_FIRST * heads_first}"
             )
         x = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
         return dataclasses.replace(self, indices=x, heads=heads)

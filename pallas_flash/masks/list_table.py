@@ -21,14 +21,17 @@ BLOCK = 64  # queries and keys of a block whose type is told
 def with_table(mask: ResolvedMask, heads: int, queries: int) -> ResolvedMask:
     """The mask of so many heads and queries, with a table of blocks in place of its lists."""
     lists, others = ListTable.of(mask.lists, heads), mask.mask_mod
-    types, offset = mask.lists.block_types(lists.table, queries, BLOCK), 0
-    if 1 < types.shape[1] < heads:
-        types = jnp.repeat(types, lists.group, axis=1)
     parts: list[Mask] = [lists]
-    if others is not None:  # they may hide pairs of any block
-        types, offset = jnp.minimum(types, block_types.PARTIAL), others.offset
+    if others is not None:
         parts.append(MaskMod(others.mod, others.mod.name, others.arrays, others.batch, others.head))
-    joined = functools.reduce(And, parts)
+    joined, offset = functools.reduce(And, parts), 0 if others is None else others.offset
     one = as_mask_mod(joined, Place(offset, None), lambda _: None)
-    bound = one.function, one.arrays, offset, None, None, types, BLOCK
-    return dataclasses.replace(mask, lists=None, mask_mod=BoundMaskMod(*bound))
+    bound = BoundMaskMod(one.function, one.arrays, offset, None, None)
+    if isinstance(queries, int) and isinstance(mask.keys, int):  # else symbols of jax.export
+        types = mask.lists.block_types(lists.table, queries, BLOCK)
+        if 1 < types.shape[1] < heads:
+            types = jnp.repeat(types, lists.group, axis=1)
+        if others is not None:  # they may hide pairs of any block
+            types = jnp.minimum(types, block_types.PARTIAL)
+        bound = dataclasses.replace(bound, block_types=types, block_size=BLOCK)
+    return dataclasses.replace(mask, lists=None, mask_mod=bound)

@@ -5,9 +5,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from pallas_flash.masks.resolved_lists import LEAST_TABLE
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
+
+
+def no_lists(problem: Problem) -> bool:
+    """The default `takes_lists`."""
+    return False
 
 
 class PagedKernel(NamedTuple):
@@ -18,15 +24,12 @@ class PagedKernel(NamedTuple):
     forward: Callable  # (problem, tiles, operands, PageTable, scales of keys and of values)
     # whether a problem with more rows than decoding takes had better attend to a copy of the pages
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
+    # whether it reads the keys that a problem's lists name; else it attends to a copy of the pages
+    takes_lists: Callable[[Problem], bool] = no_lists
 
 
 def never(tiles) -> bool:
     """The default `Backend.sums_delta`."""
-    return False
-
-
-def no_lists(problem: Problem) -> bool:
-    """The default `Backend.takes_lists`."""
     return False
 
 
@@ -116,7 +119,10 @@ class Backend(NamedTuple):
         lists = problem.resolved_mask.lists
         if lists is None or lists.has_table or self.takes_lists(problem):
             return None
-        return f"it reads {lists} only as a table, which block * query_block >= 64 allows"
+        return (
+            f"it takes lists as a table of blocks, with block * query_block >= {LEAST_TABLE}; got "
+            f"{lists.block} * {lists.query_block}"
+        )
 
     def log_base(self, problem: Problem) -> LogBase:
         """The log base of its scores."""

@@ -101,8 +101,11 @@ def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base
     p = problem
     split = lambda n: jax.tree.map(lambda a: a[:, n], (o, stats))
     outputs, states = zip(*map(split, range(o.shape[1])), strict=True)
-    shares, stats = online_softmax.merge(states, log_base)
-    o = sum(o * share[..., None] for o, share in zip(outputs, shares, strict=True))
+    if len(states) == 1:
+        (o,), (stats,) = outputs, states
+    else:
+        shares, stats = online_softmax.merge(states, log_base)
+        o = sum(o * share[..., None] for o, share in zip(outputs, shares, strict=True))
     by_query = lambda a: jnp.moveaxis(
         a.reshape(p.batch, p.kv_heads, p.queries, p.group, *a.shape[3:]), 2, 3
     )
@@ -111,7 +114,7 @@ def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base
     )
     if x.sinks is not None:  # one more split, with the value 0
         stats = stats._replace(top=stats.largest) if p.with_top else stats
-        sink = x.sinks[None, :, None]
+        sink = x.sinks.reshape(-1, p.heads, 1)  # of all batch rows, or of each
         sink = online_softmax.start(jnp.zeros_like(stats.m), log_base, sink, p.with_top)
         share, stats = online_softmax.merge([stats, sink], log_base)
         o = o * share[0][..., None]

@@ -16,8 +16,8 @@ from pallas_flash import explain, flash_attention, masks
 from pallas_flash.accounting import GPUS
 from scripts.bench.gpu_code import as_if_on
 
-# V: the value's head size; M, R: of a table
-SIZES = dict(B=2, T=20, S=64, N=4, K=2, H=8, V=6, M=4, R=5)
+# V: the value's head size; M, R: of a table; Q: blocks of queries; W: of a list
+SIZES = dict(B=2, T=20, S=64, N=4, K=2, H=8, V=6, M=4, R=5, Q=5, W=48)
 
 
 class Feature(NamedTuple):
@@ -50,6 +50,14 @@ def _by_head(slopes):
     )
 
 
+def _blocks(x):
+    """Lists of quarters of the keys, for fifths of the queries."""
+    queries, keys = x["query"].shape[1], x["key"].shape[1]
+    return masks.KeyLists(x["blocks"], keys // 4, -(-queries // SIZES["Q"]))
+
+
+# kernels gather keys beside few of the others
+GATHERED = "`mask`: `masks.KeyLists` of single keys"
 NO_VALUES = "values that are the keys' first columns"
 FEATURES = {
     "`is_causal`": Feature({}, lambda x: dict(is_causal=True)),
@@ -71,6 +79,10 @@ FEATURES = {
     "`mask`: `masks.MaskMod`": Feature(
         dict(steps="M"), lambda x: dict(mask=masks.MaskMod(_by_steps(x["steps"])))
     ),
+    "`mask`: `masks.KeyLists` of blocks": Feature(
+        dict(blocks="BQKR"), lambda x: dict(mask=_blocks(x))
+    ),
+    GATHERED: Feature(dict(listed="BT1W"), lambda x: dict(mask=masks.KeyLists(x["listed"]))),
     "`mask`: union of two": Feature(
         dict(starts="B"), lambda x: dict(mask=masks.KeyStarts(x["starts"]) | masks.Dilated(2))
     ),
@@ -109,7 +121,7 @@ def integers(T, S, **_):
     return (
         found
         | dict.fromkeys(("q_ids", "kv_ids"), (0, 2))
-        | dict(steps=(1, 4), starts=(0, 9), spots=(0, 4))
+        | dict(steps=(1, 4), starts=(0, 9), spots=(0, 4), blocks=(-1, 4), listed=(-1, S))
     )
 
 

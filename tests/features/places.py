@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from check import strict_64_bits
-from features.calls import LETTERS, TOGETHER, Call, arrays, assert_equal, refused
+from features.calls import GATHERED, LETTERS, TOGETHER, Call, arrays, assert_equal, refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +19,10 @@ BY_ROW = dict(B="one", T="other", S="other")
 LONG = dict(T=256, S=256, K=4)  # dropout cuts chunks of keys that are multiples of 32
 OUTPUTS = dict(o="BTNV", lse="BTN", largest="BTN")
 BATCH_FROM_0 = "each device counts its batch rows from 0"
+BY_CONTEXT = dict.fromkeys(
+    ("`mask`: `masks.KeyLists` of blocks", GATHERED),
+    "they take sequences that are whole on a device",
+)
 OF_BATCH = {"dropout": BATCH_FROM_0, "`mask`: `masks.MaskMod`": BATCH_FROM_0}
 
 
@@ -68,7 +72,7 @@ class Place(NamedTuple):
         return *(self.in_order(a, unzigzag) for a in (gradients, outputs)), program.as_text()
 
 
-ROWS = Place(AxisType.Explicit, BY_ROW)
+ROWS = Place(AxisType.Explicit, BY_ROW, exceptions=BY_CONTEXT)
 SCHEMES = {"a ring": Ring, "zigzag": Zigzag, "all to all": AllToAll}
 PLACES = {
     "explicit axes": Place(AxisType.Explicit, BY_HEAD),
@@ -80,9 +84,9 @@ PLACES = {
 }
 for name, scheme in SCHEMES.items():
     context = scheme("other", batch="one")
-    PLACES[name] = Place(AxisType.Explicit, BY_ROW, (2, 4), LONG, context)
+    PLACES[name] = Place(AxisType.Explicit, BY_ROW, (2, 4), LONG, context, False, BY_CONTEXT)
     PLACES[f"{name}, in a checked shard_map"] = Place(
-        AxisType.Auto, BY_ROW, (2, 4), LONG, scheme("other"), True, OF_BATCH
+        AxisType.Auto, BY_ROW, (2, 4), LONG, scheme("other"), True, OF_BATCH | BY_CONTEXT
     )
 
 

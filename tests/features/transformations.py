@@ -203,6 +203,6 @@ TRANSFORMATIONS = {
     "donated arguments": Transformation(_donated, gradients),
     "a mesh, explicit axes": Transformation(_in(PLACES["explicit axes"]), gradients),
     "a mesh, Auto axes": Transformation(_in(PLACES["Auto axes"]), gradients),
-    "rows on an explicit axis": Transformation(_in(ROWS), gradients),
+    "rows on an explicit axis": Transformation(_in(ROWS), gradients, ROWS.exceptions),
     "`shard_map`": Transformation(_shard_map, forward, PLACES["a checked shard_map"].exceptions),
 }

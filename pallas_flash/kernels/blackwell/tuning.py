@@ -17,6 +17,8 @@ SHARED = hardware.SHARED_KB[10.0] << 10  # bytes of shared memory of a program
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
     by_mma = mma.tiles(problem)
+    if problem.resolved_mask.lists is not None:
+        return AllTiles(None, None, None, by_mma)
     forward, *backward = _tiles(problem, hardware.compute_capability())
     return AllTiles(None if by_mma.decode else forward, *backward, by_mma)
 

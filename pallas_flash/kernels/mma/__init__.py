@@ -7,6 +7,7 @@ from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import joined
 from pallas_flash.kernels.mma.tile_sizes import (
     OUTPUT_COLUMNS,
+    ROWS,
     AllTiles,
     padded_length,
     page_columns,
@@ -36,9 +37,33 @@ def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str |
     """`operations.why_not` for a family whose own kernels know heads up to `widest`, and whose
     decoding, by mma, knows wider ones."""
     p = problem
-    if p.head_size <= widest or not split_kv.is_decoding(p):
+    has_lists = p.resolved_mask.lists is not None
+    if not has_lists and (p.head_size <= widest or not split_kv.is_decoding(p)):
         return operations.why_not(p, multiply, widest)
-    return joined(operations.why_not(p, multiply, p.head_size), _why_no_decoding(_in_16_bits(p)))
+    beside_lists = _why_no_lists(p) if has_lists else None
+    lacking = operations.why_not(p, multiply, max(p.head_size, p.value_size))
+    return joined(lacking, beside_lists, _why_no_decoding(_in_16_bits(p)))
+
+
+def takes_lists(problem: Problem) -> bool:
+    """Whether the forward gathers the keys that a problem's lists name: where they have no table of
+    blocks, or no kernel that reads one knows such heads."""
+    return not problem.resolved_mask.lists.has_table or problem.head_size > WIDEST
+
+
+def _why_no_lists(problem: Problem) -> str | None:
+    """Why decoding cannot run a problem with lists, or None."""
+    p, mask = problem, problem.resolved_mask
+    others = {
+        "a bias": p.bias is not None,
+        "a dense mask": p.mask is not None,
+        "a mask_mod": mask.mask_mod is not None,
+        "segment ids": mask.query_ids is not None,
+        "a score_mod": p.score is not None,
+        "dropout": p.dropped,
+    }
+    beside = " and ".join(name for name, is_there in others.items() if is_there)
+    return f"it does not gather the keys of lists beside {beside}" if beside else None
 
 
 def why_no_pages(problem: Problem, pages: Pages) -> str | None:
@@ -49,16 +74,17 @@ def why_no_pages(problem: Problem, pages: Pages) -> str | None:
             f"it reads keys and values in 8 bits, or neither; got {pages.alone} alone in {dtype}: "
             "triton and blockwise take them"
         )
-    if page % 64 and (page < 8 or 64 % page):
+    has_lists = p.resolved_mask.lists is not None
+    if not has_lists and page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
-    columns = page_columns(p, page, dtype)
+    columns = page_columns(p, ROWS if has_lists else page, dtype)
     if p.head_size % columns or p.value_size % columns:
         of = f" of {dtype}" if dtype else ""
         return (
             f"it copies pages of {page} keys{of} of heads of a multiple of {columns}; got H = "
             f"{p.head_size}, Hv = {p.value_size}"
         )
-    return _why_no_decoding(p, page, dtype) or split_kv.why_not(p)
+    return _why_no_decoding(p, page, dtype) or (None if has_lists else split_kv.why_not(p))
 
 
 def _in_16_bits(p: Problem) -> Problem:
@@ -110,6 +136,8 @@ def copies_for_decoding(problem: Problem) -> str | None:
     sizes = _padded(problem)
     if problem.values_are_keys:
         del sizes["Hv"]
+    if problem.resolved_mask.lists is not None:
+        del sizes["S"]
     return operations.copies(**sizes)
 
 

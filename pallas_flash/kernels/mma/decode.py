@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mma import sliced_k, tile
+from pallas_flash.kernels.mma import gather, listed_keys, sliced_k, tile
+from pallas_flash.kernels.mma.listed_keys import ListTable
 from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (
     OUTPUT_COLUMNS,
@@ -52,10 +53,11 @@ from pallas_flash.tiled import online_softmax, schedule, split_kv
 from pallas_flash.tiled.quantised import weights
 
 
-def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[DecodeTiles]:
+def candidates(p: Problem, gpu: Gpu, page: int | None, stored: str | None) -> Iterator[DecodeTiles]:
     """Tiles whose O registers hold, the best first: as many stages as may be, of blocks so large
-    that shared memory holds three, or else two."""
+    that shared memory holds three, or else two. page: None where lists name the keys."""
     width, value_width = widths(p)
+    gathers = page is None
     count = schedule.ceil_div(value_width, OUTPUT_COLUMNS)  # of warpgroups
     slices = width // count, value_width // count
     # registers hold O beside a block, and what is made of 8 bits
@@ -66,19 +68,20 @@ def candidates(p: Problem, gpu: Gpu, page: int, stored: str | None) -> Iterator[
         blocks.insert(0, (ROWS, True))
     sizes = [(n, *block) for each in ((6, 5, 4, 3), (2,)) for block in blocks for n in each]
     for stages, block_k, is_sliced in sizes:
-        rows = ROWS if gpu.has_tma else min(page, block_k)
+        rows = ROWS if gpu.has_tma or gathers else min(page, block_k)
         in_slots = swizzle_of(stored or p.dtype, slices, rows * count)
         yield DecodeTiles(
             width,
             value_width,
             block_k,
             stages,
-            copies=max(block_k // page, 1),
+            copies=1 if gathers else max(block_k // page, 1),
             swizzle=swizzle_of(p.dtype, slices, block_k) if stored else in_slots,
             swizzle_in_slots=in_slots,
             tma=gpu.has_tma,
             stored=stored,
             sliced_k=is_sliced,
+            gathers=gathers,
         )
 
 
@@ -89,7 +92,7 @@ class Inputs(NamedTuple):
     # the keys that tokens see, int32 [B, 4], schedule.Blocks of one key; None: the kernel computes
     # them
     keys: jax.Array | None
-    table: PageTable | None
+    table: PageTable | ListTable | None
     # float32 [B, K, S], factors of the 8-bit numbers of keys, and of values, in shared memory
     scales: tuple
     resolved_mask: ResolvedMask  # of the tokens, with its data by query repeated for tiles
@@ -132,7 +135,7 @@ class Memory(NamedTuple):
             in_use=tuple(wide[:wide_count]),
             sums=tile.parts_of_sum(ROWS, t.block_k) if t.warpgroups > 1 else None,
             q_full=plgpu.Barrier() if t.tma and t.copies_q else None,
-            kv_full=full if t.tma else None,
+            kv_full=full if t.tma and not t.gathers else None,
         )
 
 
@@ -145,18 +148,28 @@ def forward(
 ):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
     and values are pages, which have `scales` where they are in 8 bits."""
+    if problem.resolved_mask.lists is None:
+        return _forward(problem, tiles, x, table, scales)
+    by_list = listed_keys.by_list(problem, x, table, scales)
+    o, stats = _forward(by_list.problem, tiles, by_list.operands, by_list.table, by_list.scales)
+    return listed_keys.by_query(problem, o, stats)
+
+
+def _forward(problem: Problem, tiles: DecodeTiles, x: Operands, table, scales):
     (p, rows), t = split_kv.pack_gqa(problem, x, score_mod=True), tiles
     resolved_mask, keys = _mask(problem, x.resolved_mask, t)
     rows = rows._replace(resolved_mask=resolved_mask)
     inputs = _inputs(p, t, rows, keys, table, scales)
     count = schedule.ceil_div(p.queries, t.block_q)
     splits = p.batch, t.num_splits, p.heads, count * t.block_q
+    # what is still to be multiplied by a share is not yet rounded
+    dtype = p.dtype if t.num_splits == 1 and not problem.sinks else jnp.float32
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=t),
         inputs,
         programs=p.batch * p.heads * t.num_splits * count,
         out_type=[
-            jax.ShapeDtypeStruct((*splits, t.value_width), jnp.float32),
+            jax.ShapeDtypeStruct((*splits, t.value_width), dtype),
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
         warpgroups=t.warpgroups,
@@ -198,9 +211,12 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inp
     return Inputs(q, kv, keys, table, scales, x.resolved_mask, score_mod)
 
 
-def _in_order(scales, table: PageTable, block_k: int):
+def _in_order(scales, table: PageTable | ListTable, block_k: int):
     """Gathers the scales [B, K, S] of whole blocks of keys."""
-    x = jnp.swapaxes(table.layout.join(scales[table.numbers]), 1, 2)
+    if isinstance(table, ListTable):
+        x = table.in_order(scales)
+    else:
+        x = jnp.swapaxes(table.layout.join(scales[table.numbers]), 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % block_k)))
 
 
@@ -223,19 +239,25 @@ def _kernel(
         keys = schedule.Blocks.from_table(x.keys, b)
     blocks = keys.of_size(t.block_k).split(split, t.num_splits)
     kv = tile.CopyRing(slots, memory.kv_full, t.copies, warpgroups=t.warpgroups)
+    rows_of = _look_up(x, b, t)
 
-    def load(n):
+    def load(n, numbers):
         @pl.when((n < blocks.last) & part.is_first)
         def _():
             for ref, slot in zip(x.kv, kv.at(n), strict=True):
+                if t.gathers:
+                    source = x.table.matrix(ref, b, slot.shape[1])
+                    gather.copy_rows(source, numbers, slot, t.swizzle_in_slots)
+                    continue
                 for source, target in _copies(ref, slot, x.table, b, h, n, t):
                     tile.copy(source, target, kv.full_at(n))
 
     q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
     if t.copies_q:
         pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
-    for n in range(t.stages - 1):
-        load(blocks.first + n)
+    ahead = t.stages - 1
+    for n in range(ahead):
+        load(blocks.first + n, rows_of(blocks.first + n))
     mask = _load_mask(ops.LAYOUTS.row, at_batch, b, rows, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, ops.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
@@ -246,13 +268,14 @@ def _kernel(
         q = ops.load_global(q_gmem)
 
     def step(n, carry, masked):
-        o, stats = carry
+        o, stats, numbers = carry
         at = head.tile(first_row, _first_key(x.kv[0], x.table, n, t), (t.block_q, t.block_k))
         load_scale = lambda ref: at.load_per_key(lambda keys: ref.at[b, h, keys])
         scales = [*map(load_scale, x.scales)] or [None]
         k_scale, v_scale = scales[0], scales[-1]
         block = kv.wait(n, blocks.last - 1 - n)
-        load(n + t.stages - 1)
+        load(n + ahead, numbers)
+        numbers = rows_of(n + 1 + ahead)  # which arrive under the products
         if t.stored:
             for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
                 narrow = part.of(ref, wide.shape[1])
@@ -275,18 +298,20 @@ def _kernel(
         prob = prob if v_scale is None else prob * ops.by_warp(v_scale)
         prob = tile.as_left(prob.astype(v.dtype))
         if not masked:
-            return ops.dot(o, prob, v), stats
+            return ops.dot(o, prob, v), stats, numbers
         start = jnp.maximum(keys.first, unseen)
-        return ops.dot_of_rows(o, prob, v, start - first, keys.last - first), stats
+        return ops.dot_of_rows(o, prob, v, start - first, keys.last - first), stats, numbers
 
     start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
-    o, stats = blocks.visit(step, (tile.zeros(ROWS, t.value_width // t.warpgroups), start))
+    zeros = tile.zeros(ROWS, t.value_width // t.warpgroups)
+    o, stats, _ = blocks.visit(step, (zeros, start, rows_of(blocks.first + ahead)))
     o_gmem = part.of(o_gmem.at[b, split, h, rows])
     if merge is None:
-        tile.store_rows(o_gmem, online_softmax.finish(o, stats.l), p.queries - first_row)
+        o = online_softmax.finish(o, stats.l).astype(o_gmem.dtype)
+        tile.store_rows(o_gmem, o, p.queries - first_row)
     else:
         o, stats = merge(o, stats, p.log_base)
-        tile.store(o_gmem, o)
+        tile.store(o_gmem, o.astype(o_gmem.dtype))
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
         pl.when(part.is_first)(store)
@@ -324,6 +349,16 @@ class ColumnSlice(NamedTuple):
         """The slice of the first `width` columns of a matrix, or of all."""
         size = (ref.shape[1] if width is None else width) // self.count
         return ref.at[:, pl.ds(self.number * size, size)]
+
+
+def _look_up(x: Inputs, b: IntLike, t: DecodeTiles):
+    """A function of n: the rows of global memory that hold the keys of block n of batch row b, or
+    None where they lie in order."""
+    if not t.gathers:
+        return lambda n: None
+    layout = gather.Lanes.of(t.block_k, t.swizzle_in_slots).layout
+    position = iota(t.block_k, layout)
+    return lambda n: x.table.rows(b, n * t.block_k + position, x.kv[0].shape[1], layout)
 
 
 def _first_key(ref, table, n: IntLike, t: DecodeTiles):

@@ -78,10 +78,21 @@ def wait(full=None, running: int = 0):
     the last `running`, for all threads. All have then read what they read before, and copies may
     overwrite it."""
     if full is None:
-        plgpu.wait_gmem_to_smem(running)  # a barrier too
+        _wait_for_cp_async(running)
     else:
         plgpu.barrier_wait(full)
         release(tma=True)
+
+
+def _wait_for_cp_async(running: int):
+    """`plgpu.wait_gmem_to_smem`, which GPUs with TMA refuse."""
+
+    @plgpu.inline_mgpu()
+    def wait_for_cp_async(_):  # a name that the interpreter in tests/ knows
+        mgpu.utils.nvvm.cp_async_wait_group(running)
+        mgpu.warpgroup_barrier()
+
+    wait_for_cp_async()
 
 
 def release(tma: bool):

@@ -111,6 +111,7 @@ class DecodeTiles(NamedTuple):
     stored: str | None = None  # the dtype of keys and values of 8 bits
     # whether all warps have the same 16 rows, and each a quarter of the keys of a block
     sliced_k: bool = False
+    gathers: bool = False  # keys and values are copied row by row, as lists name them
 
     reads_values_in_keys = True  # where a problem's values are the keys' first columns
 
@@ -140,7 +141,8 @@ class DecodeTiles(NamedTuple):
         size = f"{self.block_q} x {self.block_k}, {self.num_splits} splits, {self.stages} stages"
         stored = f" of {self.stored}" if self.stored else ""
         several = f", {self.warpgroups} warpgroups" if self.warpgroups > 1 else ""
-        return f"{size}{stored}{several}, widths {self.width}/{self.value_width}"
+        gathered = ", keys gathered by lists" if self.gathers else ""
+        return f"{size}{stored}{several}, widths {self.width}/{self.value_width}{gathered}"
 
 
 class ScoreTiles(NamedTuple):

@@ -5,7 +5,14 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels.mma import backward, decode, forward, score_gradients, tangent
+from pallas_flash.kernels.mma import (
+    backward,
+    decode,
+    forward,
+    listed_keys,
+    score_gradients,
+    tangent,
+)
 from pallas_flash.kernels.mma.memory import Memory
 from pallas_flash.kernels.mma.tile_sizes import (
     AllTiles,
@@ -28,7 +35,10 @@ PAGE = 64  # keys, where they are not in pages
 
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
-    chosen = _tiles(problem, Gpu.here())
+    if problem.resolved_mask.lists is not None:
+        chosen = AllTiles(None, None, None, None)
+    else:
+        chosen = _tiles(problem, Gpu.here())
     return chosen._replace(decode=tiles_if_decoding(problem))
 
 
@@ -44,7 +54,8 @@ def _tiles(p: Problem, gpu: Gpu) -> AllTiles:
 
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
     """The tiles of decoding, for a problem whose forward that is."""
-    return decode_tiles(problem) if split_kv.is_decoding(problem) else None
+    has_lists = problem.resolved_mask.lists is not None
+    return decode_tiles(problem) if has_lists or split_kv.is_decoding(problem) else None
 
 
 def decode_tiles(
@@ -52,6 +63,7 @@ def decode_tiles(
 ) -> DecodeTiles | None:
     """The first of decoding's candidates that shared memory holds, with as many splits as keep the
     GPU busy; or None."""
+    problem, page = _as_decoding(problem, page)
     t = _decode_tiles(problem, Gpu.here(), page, stored)
     if t is None:
         return None
@@ -59,8 +71,15 @@ def decode_tiles(
     return t._replace(num_splits=splits)
 
 
+def _as_decoding(problem: Problem, page: int) -> tuple[Problem, int | None]:
+    """The problem that decoding has, and the keys of a page; None where lists name them."""
+    if problem.resolved_mask.lists is None:
+        return problem, page
+    return listed_keys.as_decoding(problem), None
+
+
 @functools.lru_cache(256)
-def _decode_tiles(p: Problem, gpu: Gpu, page: int, stored: str | None) -> DecodeTiles | None:
+def _decode_tiles(p: Problem, gpu: Gpu, page: int | None, stored: str | None) -> DecodeTiles | None:
     candidates = lambda: decode.candidates(p, gpu, page, stored)
     fit = lambda programs: (
         lambda t: _fits(shared_memory.size(decode.Memory.allocate(p, t)), gpu, programs)
@@ -84,6 +103,7 @@ def score_tiles(problem: Problem) -> ScoreTiles | None:
 
 def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None) -> int:
     """Bytes of shared memory that decoding needs at least, where it has no tiles."""
+    problem, page = _as_decoding(problem, page)
     candidates = decode.candidates(problem, Gpu.here(), page, stored)
     return min(shared_memory.size(decode.Memory.allocate(problem, t)) for t in candidates)
 

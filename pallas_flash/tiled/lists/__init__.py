@@ -15,7 +15,10 @@ from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists import by_key, by_query, passes
+from pallas_flash.tiled.lists import passes
+from pallas_flash.tiled.lists.by_key import BY_KEY
+from pallas_flash.tiled.lists.by_query import BY_QUERY
+from pallas_flash.tiled.lists.distinct import distinct
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
     Sums,
@@ -26,10 +29,7 @@ from pallas_flash.tiled.lists.list_heads import (
 )
 from pallas_flash.tiled.online_softmax import RowScale
 
-WALKS = {
-    "by query": passes.Walk(by_query.each_tile, has_whole_rows=True),
-    "by key": passes.Walk(by_key.each_tile, has_whole_rows=False),
-}
+WALKS = {"by query": BY_QUERY, "by key": BY_KEY}
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
@@ -79,8 +79,8 @@ def _gradients(one_pass: Callable, p: Problem, tiles: Tiles, x: Operands, *args)
 def _run(one_pass: Callable, p: Problem, tiles: Tiles, x: Operands, args: tuple, start: Sums):
     """The results of a pass by row, [B, list heads, T, ..], and its sums."""
     walk, mask = WALKS[tiles.lists.walk], x.resolved_mask
-    if walk.has_whole_rows:  # the other sorts all lists into one order
-        x = x._replace(resolved_mask=dataclasses.replace(mask, lists=mask.lists.sorted()))
+    if walk.has_whole_rows:  # the other finds repeats where it sorts all lists together
+        x = x._replace(resolved_mask=dataclasses.replace(mask, lists=distinct(mask.lists)))
 
     def one_head(number, sums: Sums):
         head, whole = ListHead.take(p, tiles, x, number), sums.bias

@@ -18,6 +18,7 @@ from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead
 from pallas_flash.tiled.lists.tile import Tile
+from pallas_flash.tiled.lists.walk import Walk
 
 
 class InvertedLists(NamedTuple):
@@ -109,3 +110,6 @@ def _put(x, lists, new):
     """x [lists, query_block, ..] with `new` [1, r, ..] in place of the rows of these lists."""
     new = new.reshape(len(lists), *x.shape[1:]).astype(x.dtype)
     return x.at[lists].set(new, mode="promise_in_bounds", unique_indices=True)
+
+
+BY_KEY = Walk(each_tile, has_whole_rows=False)

@@ -11,6 +11,7 @@ from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead
 from pallas_flash.tiled.lists.tile import Tile
+from pallas_flash.tiled.lists.walk import Walk
 
 
 def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, _, *by_row):
@@ -35,3 +36,6 @@ def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, _, *by_row):
     sums, of_rows = lax.scan(one, sums, chunks)
     join = lambda x: x.reshape(-1, *x.shape[3:])[: head.problem.queries]
     return sums, jax.tree.map(join, of_rows)
+
+
+BY_QUERY = Walk(each_tile, has_whole_rows=True)

@@ -1,7 +1,6 @@
 """The four passes over the tiles of a list head, by any walk."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +14,25 @@ from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead, Sums
 from pallas_flash.tiled.lists.tile import RowCotangents, Tile
+from pallas_flash.tiled.lists.walk import Walk
 from pallas_flash.tiled.online_softmax import RowScale
-
-
-class Walk(NamedTuple):
-    """A way over the tiles of a list head.
-
-    each_tile(head, tiles, step, sums, start, *by_row) runs sums, of_rows = step(sums, of_rows,
-    tile, entries, *by_row) for all tiles, and returns the last sums and of_rows. Arrays by row,
-    [T, ..], are those of a tile's rows in a step, [l, r, ..]. Results by row begin as `start`; if
-    tiles have whole rows, a step gets None in their place.
-    """
-
-    each_tile: Callable
-    has_whole_rows: bool  # whether a tile has all keys of its rows
 
 
 def forward(walk: Walk, head: ListHead, tiles: Tiles, x: Operands, sums: Sums):
     """o [T, G, Hv] and the SoftmaxState [T, G, 1]."""
+    key, value = head.keys_and_values(x, tiles.dtype)
+
+    def read(tile: Tile, entries: Entries):
+        k = entries.gather(key)
+        return k, k[..., : head.problem.value_size] if value is None else entries.gather(value)
+
+    return attend(walk, head, tiles, x, read, sums)
+
+
+def attend(walk: Walk, head: ListHead, tiles: Tiles, x: Operands, read: Callable, sums: Sums):
+    """`forward`, where read(tile, entries) returns the keys and the values of a tile."""
     p, wide = head.problem, checks.sums(tiles.dtype)
     query = head.queries(x.query, tiles.dtype)
-    key, value = head.keys_and_values(x, tiles.dtype)
 
     def start(q):
         zeros = jnp.zeros_like(q[..., 0], dtype=wide)
@@ -44,8 +41,7 @@ def forward(walk: Walk, head: ListHead, tiles: Tiles, x: Operands, sums: Sums):
     def step(sums, of_rows, tile: Tile, entries: Entries, q):
         first = None if head.sinks is None else start(q)
         o, state = (None, first) if of_rows is None else of_rows
-        k = entries.gather(key)
-        v = k[..., : p.value_size] if value is None else entries.gather(value)
+        k, v = read(tile, entries)
         pv, alpha, state = tile.forward(q, k, v, state)
         return sums, (pv if o is None else o * alpha[..., None] + pv, state)
 
