@@ -1,5 +1,5 @@
-"""Keys that lists name, gathered by the Mosaic kernels: output and log-sum-exp are the oracle's, and
-there is no race. Gradients, which blockwise computes, are those of test_kernels.py."""
+"""Keys that lists name, gathered by the Mosaic kernels: output and log-sum-exp are the oracle's,
+and there is no race. Gradients, which blockwise computes, are among those of test_kernels.py."""
 
 import functools
 from typing import NamedTuple
@@ -71,8 +71,8 @@ ROWS = [(implementation, name) for name in CASES for implementation in MOSAIC]
 
 
 def drawn(name, rng, dtype="bfloat16"):
-    """q, k and v, where keys that nobody sees are NaN, what the oracle takes in their place, and the
-    options of both."""
+    """q, k and v, where keys that nobody sees are NaN, what the oracle takes in their place, and
+    the options of both."""
     z, of_lists, options, _ = CASES[name]
     sizes = dict(block=1, query_block=1) | of_lists
     kw = options | dict(lists=lists(rng, z, **sizes))

@@ -52,10 +52,7 @@ class Tile(NamedTuple):
 
     def place(self, x) -> tuple:
         """The indices of the pairs in a dense x [1, 1, G | 1, T | 1, S | 1]."""
-        head, zero = (
-            jnp.arange(x.shape[2], dtype=jnp.int32)[:, None],
-            jnp.zeros((1,) * 4, jnp.int32),
-        )
+        head, zero = jnp.arange(x.shape[2], dtype=jnp.int32)[:, None], jnp.zeros((1,) * 4, jnp.int32)
         each = zip((head, *self.row_and_key), x.shape[2:], strict=True)
         return 0, 0, *(index if n > 1 else zero for index, n in each)
 
