@@ -157,7 +157,9 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
             copies = "; ".join(filter(None, ("all pages in the table, in order", copies)))
         else:
             tiles = backend.paged.tiles(problem, pages)
-            copies = f"nothing: pages of {pages.page} keys are read where they lie"
+            lists = problem.resolved_mask.lists
+            read = f"pages of {pages.page} keys" if lists is None else "keys that lists name"
+            copies = f"nothing: {read} are read where they lie"
             columns = _columns(problem, tiles)
             bytes_read = token_bytes(columns, pages.itemsizes(problem.dtype)[: len(columns)])
     return Explanation(

@@ -62,11 +62,6 @@ ELSEWHERE = {
         TypeError,
         r"Did you mean page_table\?",
     ),
-    "a mask of pages": (
-        lambda: paged_attention(x, x, x, 1, 1, mask=1),
-        TypeError,
-        "Leave mask out: lengths, local_window_size and a score_mod hide keys",
-    ),
     "options without their names": (
         lambda: flash_attention(q, k, k, None, None, 0.5),
         TypeError,

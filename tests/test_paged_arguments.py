@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from decoding import ints
 
-from pallas_flash import explain_paged, paged_attention
+from pallas_flash import explain_paged, masks, paged_attention
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile_sizes
 
@@ -156,10 +156,32 @@ WRONG = {
         "or k_pages int8, float8_e4m3fn or float8_e5m2; got float32 and float8_e4m3",
     ),
     "another library's table": ({}, dict(page_indices=0), r"Did you mean page_table\?"),
-    "a mask": (
+    "a mask array": (
         {},
-        dict(mask=0),
-        "Leave mask out: lengths, local_window_size and a score_mod hide keys",
+        dict(mask=np.ones((1, 16), bool)),
+        r"mask must be a masks.KeyLists, of positions in a row; got an array bool\[1, 16\]. is",
+    ),
+    "lists joined with another mask": (
+        {},
+        dict(mask=masks.KeyLists([[[0]]]) & masks.Causal()),
+        "mask must be a masks.KeyLists, .*; got And. is_causal, lengths, local_window_size and",
+    ),
+    "lists of other queries": (
+        {},
+        dict(mask=masks.KeyLists([[[0]], [[1]]])),
+        r"KeyLists.indices must be integers .* = \(1, 1, L, n\), .*got \(2, 1, 1\)",
+    ),
+    "lists for blocks of ragged tokens": (
+        {},
+        dict(
+            query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], mask=masks.KeyLists([[[0]]] * 3, 1, 2)
+        ),
+        "KeyLists.query_block must be 1 with cu_seqlens_q, a list for each token; got 2",
+    ),
+    "lists for a kernel without their table": (
+        {},
+        dict(mask=masks.KeyLists([[[0]]]), implementation="triton"),
+        r"it takes lists as a table of blocks, with block \* query_block >= 64; got 1 \* 1",
     ),
     "8 bits of narrow heads on ampere": (
         dict(dtype=jnp.int8),
@@ -187,6 +209,9 @@ NEEDLESS = {
     "before a window": dict(page_table=[[-1, 0]], lengths=[12], local_window_size=(3, None)),
     "behind a causal query": dict(page_table=[[0, -1]], lengths=[16], query_offset=7),
     "of a row without queries": dict(page_table=[[-1, -1]], lengths=[16], query_seq_lengths=[0]),
+    "that no list names": dict(
+        page_table=[[-1, 0]], lengths=[16], mask=masks.KeyLists([[[9, -1, 99]]])
+    ),
 }
 
 
@@ -195,7 +220,7 @@ def test_an_entry_of_the_table_that_no_visible_key_needs_may_be_anything(name):
     call = pages() | NEEDLESS[name]
     expected = paged_attention(**call | dict(page_table=np.maximum(call["page_table"], 0)))
     np.testing.assert_array_equal(paged_attention(**call), expected)
-    all_visible = dict(is_causal=False, local_window_size=None, query_seq_lengths=[1])
+    all_visible = dict(is_causal=False, mask=None, local_window_size=None, query_seq_lengths=[1])
     with pytest.raises(ValueError, match="page_table must have pages from 0 to 3"):
         paged_attention(**call | all_visible | dict(lengths=[16]))
 
@@ -233,6 +258,10 @@ def shapes(T=1, page=64, **more):
     return dict(query=array(3, T, 8, 64)) | pages | rows | more
 
 
+def lists(T=1, block=1):
+    return masks.KeyLists(jax.ShapeDtypeStruct((3, T, 1, 4), "int32"), block)
+
+
 @pytest.mark.parametrize(
     "call, taken, copies",
     [
@@ -240,6 +269,13 @@ def shapes(T=1, page=64, **more):
         (shapes(500), "blockwise", "all pages in the table, in order"),
         (shapes(implementation="reference"), "reference", "all pages in the table, in order"),
         (shapes(implementation="triton"), "triton", "nothing: pages of 64 keys"),
+        (
+            shapes(mask=lists()),
+            "blockwise",
+            "nothing: keys that lists name are read where they lie",
+        ),
+        (shapes(500, mask=lists(500)), "blockwise", "nothing: keys that lists name"),
+        (shapes(mask=lists(), implementation="reference"), "reference", "all pages in the table"),
     ],
 )
 def test_explain_paged_says_what_runs_and_whether_pages_are_copied(call, taken, copies):
@@ -247,7 +283,17 @@ def test_explain_paged_says_what_runs_and_whether_pages_are_copied(call, taken, 
     assert said.implementation == taken and said.copies.startswith(copies)
     assert said.derivatives == "none" and f"copies          {copies}" in str(said)
     named = f"{taken} was selected by name" if "implementation" in call else "an earlier algorithm"
-    assert said.why_not["flash1"].startswith(named)
+    assert said.why_not["flash1"].startswith(named) or "mask" in call
+
+
+def test_explain_paged_says_why_lists_of_keys_go_to_blockwise():
+    said = explain_paged(**shapes(mask=lists()))
+    assert str(said.tiles).startswith("lists of 4 keys, gathered, 1 query at a time")
+    as_table = "it takes lists as a table of blocks, with block * query_block >= 64; got 1 * 1"
+    assert said.why_not["triton"] == as_table
+    of_blocks = explain_paged(**shapes(mask=lists(block=64)))
+    assert of_blocks.implementation == "blockwise"
+    assert of_blocks.why_not["reference"].startswith("it copies all pages, and lists name some")
 
 
 def test_explain_paged_has_the_errors_of_the_call_and_its_lists():

@@ -12,6 +12,7 @@ from pallas_flash.caches import page_kernels, ragged
 from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.jax_support import hardware, varying
 from pallas_flash.kernels import joined
+from pallas_flash.masks import KeyLists
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem import arguments
@@ -22,6 +23,8 @@ from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import quantised, split_kv
 from pallas_flash.transforms import autodiff, derivative_modes, lowering
 
+COPIES_ALL = "it copies all pages, and lists name some of their keys"
+
 
 def attend(call: PagedCall):
     """o [B, T, N, Hv], lse [B, T, N] and the largest logits, or None, of a call of paged_attention;
@@ -29,7 +32,7 @@ def attend(call: PagedCall):
     arrays = {
         name: x
         for name, x in call.arguments().items()
-        if checks.is_array(x) or isinstance(x, BoundScoreMod)
+        if checks.is_array(x) or isinstance(x, BoundScoreMod | KeyLists)
     }
     return _attend_jit(call.replace(context=None, **dict.fromkeys(arrays)), arrays)
 
@@ -148,6 +151,8 @@ def gathers_pages(backend: Backend, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
     if backend.paged is None:
         return True
+    if problem.resolved_mask.lists is not None:
+        return not backend.paged.takes_lists(problem)
     is_long = split_kv.why_not(problem) is not None and not pages.is_ragged
     return is_long and backend.paged.copies_prompts(problem)
 
@@ -164,6 +169,12 @@ class Objections(selection.Objections):
             return super().cannot(backend)
         reason = backend.why_not(self._as_decoding)
         return joined(reason, backend.paged.why_not(self.problem, self.pages))
+
+    def by_default(self, backend):
+        if reason := super().by_default(backend):
+            return reason
+        has_lists = self.problem.resolved_mask.lists is not None
+        return COPIES_ALL if has_lists and self._gathers(backend) else None
 
     def checked(self, backend):
         if self._gathers(backend):

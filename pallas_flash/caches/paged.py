@@ -16,6 +16,7 @@ from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.choose import dispatch
 from pallas_flash.devices import sharding
 from pallas_flash.jax_support import hardware
+from pallas_flash.masks import KeyLists
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.call import PagedCall
 from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
@@ -31,6 +32,7 @@ class Options(TypedDict, total=False):
     query_seq_lengths: Int[AnyArray, "B"] | None
     query_offset: Int[AnyArray, "B"] | None
     cu_seqlens_q: Int[AnyArray, "B+1"] | None
+    mask: KeyLists | None
     scale: float | Float[AnyArray, "..."] | None
     is_causal: bool
     local_window_size: int | tuple[int | None, int | None] | None
@@ -63,6 +65,7 @@ def paged_attention(
     query_seq_lengths: Int[AnyArray, "B"] | None = None,
     query_offset: Int[AnyArray, "B"] | None = None,
     cu_seqlens_q: Int[AnyArray, "B+1"] | None = None,
+    mask: KeyLists | None = None,
     scale: float | Float[AnyArray, "..."] | None = None,
     is_causal: bool = True,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -135,6 +138,7 @@ def paged_attention(
     query_seq_lengths: Int[AnyArray, "B"] | None = None,
     query_offset: Int[AnyArray, "B"] | None = None,
     cu_seqlens_q: Int[AnyArray, "B+1"] | None = None,
+    mask: KeyLists | None = None,
     scale: float | Float[AnyArray, "..."] | None = None,
     is_causal: bool = True,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -179,6 +183,10 @@ def paged_attention(
         cu_seqlens_q[b] up to, not including, cu_seqlens_q[b + 1]: of some rows a prompt, of others
         one token, of others none. Tokens of no row are padding. Up to 64 K / N tokens of a row at a
         time are decoding, and no page is copied.
+      mask: a `masks.KeyLists`, for T queries: a query sees the keys of its row that its list names,
+        by their positions in the row, and that nothing else hides. With cu_seqlens_q, indices are
+        [T, L, n], with query_block 1. "blockwise" then reads no other keys, and runs by default;
+        the others copy all pages in the table.
       scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
       is_causal, return_residual, return_max_logits: as there, but is_causal is True by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8, float8_e4m3fn or float8_e5m2: a
@@ -249,6 +257,7 @@ def checked_call(
     page_table,
     lengths,
     cu_seqlens_q,
+    mask,
     query_seq_lengths,
     query_offset,
     k_scales,
@@ -286,8 +295,10 @@ def checked_call(
         score_mod = BoundScoreMod.bind(
             scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
         )
+    sizes = PagedCall.layout.sizes(k_pages.shape)
     call = PagedCall(
         query=query,
+        mask=None if mask is None else _lists(mask, query.shape, sizes["K"]),
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=table,
@@ -303,6 +314,23 @@ def checked_call(
     )
     tables.check(call)
     return call
+
+
+def _lists(mask, shape: tuple[int, ...], kv_heads: int) -> KeyLists:
+    """The lists of keys of a query of this shape."""
+    if not isinstance(mask, KeyLists):
+        raise TypeError(
+            "mask must be a masks.KeyLists, of positions in a row; got "
+            f"{checks.description(mask)}. is_causal, lengths, local_window_size and a score_mod "
+            "hide keys too."
+        )
+    *lead, T, N, _ = shape
+    if not lead and mask.query_block > 1:
+        raise ValueError(
+            "KeyLists.query_block must be 1 with cu_seqlens_q, a list for each token; got "
+            f"{mask.query_block}."
+        )
+    return mask.fitting(tuple(lead), T, N, kv_heads).with_letter(N, kv_heads)
 
 
 def _by_row(name: str, x, shape: tuple[int, ...]):

@@ -73,6 +73,9 @@ class Tiles(NamedTuple):
         """The call with a batch row for each tile; in `call` query_offset is the position of each
         row's first token."""
         offset, score = jnp.broadcast_to(call.query_offset, call.lengths.shape), call.score_mod
+        mask = call.mask
+        if mask is not None:
+            mask = dataclasses.replace(mask, indices=mask.indices[0, self.source])
         of_tiles = lambda x: jnp.asarray(x)[self.row]
         if score is not None and score.mod.uses_batch:
             batch = score.indices(len(call.lengths), 1)[0][self.row]
@@ -83,6 +86,7 @@ class Tiles(NamedTuple):
             lengths=of_tiles(call.lengths),
             query_offset=offset[self.row] + self.first,
             query_seq_lengths=self.count,
+            mask=mask,
             score_mod=score,
         )
 

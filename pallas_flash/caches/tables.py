@@ -18,12 +18,15 @@ def check(call: PagedCall):
                 f"lengths must be at most {pages * page}, the keys of the {pages} pages that "
                 f"page_table {call.page_table.shape} has for a row; got {lengths[b]} in row {b}."
             )
-    numbers = call.page_table, call.lengths, call.query_offset, call.query_seq_lengths
-    if not all(x is None or checks.is_constant(x) for x in (*numbers, call.cu_seqlens_q)):
+    numbers = [call.page_table, call.lengths, call.query_offset, call.query_seq_lengths]
+    numbers += [call.cu_seqlens_q, None if call.mask is None else call.mask.indices]
+    if not all(x is None or checks.is_constant(x) for x in numbers):
         return
     table, (start, stop) = np.asarray(call.page_table), _visible(call)
     first_key = np.arange(pages)[None] * page
     is_needed = (first_key < stop[:, None]) & (first_key + page > start[:, None])
+    if call.mask is not None:
+        is_needed &= _named(call, table.shape, page)
     for b, i in np.argwhere(is_needed & ((table < 0) | (table >= P)))[:1]:
         raise ValueError(
             f"page_table must have pages from 0 to {P - 1} where queries see keys; got "
@@ -49,3 +52,19 @@ def _visible(call: PagedCall) -> tuple[np.ndarray, np.ndarray]:
     start = np.zeros_like(lengths) if left is None else np.maximum(offset - left, 0)
     stop = lengths if right is None else np.minimum(lengths, offset + count + right)
     return start, np.where(count > 0, stop, 0)
+
+
+def _named(call: PagedCall, shape: tuple[int, int], page: int) -> np.ndarray:
+    """Whether lists name a key of each page, bool [B, pages] = shape."""
+    (B, pages), block = shape, call.mask.block
+    indices = np.asarray(call.mask.indices, np.int64)  # [B | 1, T, L, n]
+    row = np.arange(B)[:, None, None, None]
+    if call.cu_seqlens_q is not None:  # tokens of no row are those of row -1, or B
+        ends = np.asarray(call.cu_seqlens_q)
+        row = np.searchsorted(ends, np.arange(indices.shape[1]), side="right")[:, None, None] - 1
+    number = (indices[..., None] * block + np.arange(block)) // page
+    row, number = np.broadcast_arrays(row[..., None], number)
+    exists = (0 <= row) & (row < B) & (0 <= number) & (number < pages)
+    named = np.zeros(shape, bool)
+    named[row[exists], number[exists]] = True
+    return named

@@ -80,7 +80,6 @@ NEEDLESS = {
     "enable_gqa": "grouped heads need no flag",
     "kernel_options": _TILES,
     "logits_dtype": "logits are float32, or float64 for float64",
-    "mask": "lengths, local_window_size and a score_mod hide keys",
     "max_seqlen_k": "no maxima are needed",
     "max_seqlen_q": "no maxima are needed",
     "num_splits": "it is chosen; explain says how",

@@ -176,6 +176,7 @@ def _mosaic_family(
             mma.why_no_pages,
             lambda p, pages: _kernel("mma.tuning", "decode_tiles")(p, pages.page, pages.stored),
             _kernel("mma.decode", "forward"),
+            takes_lists=lambda p: True,
         ),
         keeps_base_2=True,
         copies=_kernel(folder, "copies"),

@@ -13,6 +13,7 @@ from pallas_flash.attention import flash_attention
 from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache
 from pallas_flash.devices import sharding
+from pallas_flash.masks import KeyLists
 from pallas_flash.problem.page_layout import PageLayout
 from pallas_flash.tiled import quantised
 
@@ -102,10 +103,12 @@ def attend(
         )
         return _or_nan(o, positions < key.shape[1]), cache
     kwargs.pop("deterministic")  # attention to pages has no gradient
-    # a score_mod gets positions, which in a ring do not count from 0
-    known = (*_PAGED, "score_mod") if isinstance(cache, PagedCache) else _PAGED
-    given = {name for name, x in dict(kwargs, mask=mask).items() if x is not None}
-    if unsupported := [name for name in (*kwargs, "mask") if name in given - {*known}]:
+    kwargs["mask"], known = mask, {*_PAGED}
+    if isinstance(cache, PagedCache):
+        # these get positions, which in a ring do not count from 0
+        known |= {"score_mod", "mask"} if isinstance(mask, KeyLists) else {"score_mod"}
+    given = {name for name, x in kwargs.items() if x is not None}
+    if unsupported := [name for name in kwargs if name in given - known]:
         name = "quantised " * is_quantised + type(cache).__name__
         raise ValueError(
             f"a {name} does not support {', '.join(unsupported)}. Use an unquantised KVCache; "

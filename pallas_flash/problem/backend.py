@@ -11,6 +11,11 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 
 
+def no_lists(problem: Problem) -> bool:
+    """The default `takes_lists`."""
+    return False
+
+
 class PagedKernel(NamedTuple):
     """A forward that reads keys and values in pages where they lie, by split-KV decoding."""
 
@@ -19,15 +24,12 @@ class PagedKernel(NamedTuple):
     forward: Callable  # (problem, tiles, operands, PageTable, scales of keys and of values)
     # whether a problem with more rows than decoding takes had better attend to a copy of the pages
     copies_prompts: Callable[[Problem], bool] = lambda problem: True
+    # whether it reads the keys that a problem's lists name; else it attends to a copy of the pages
+    takes_lists: Callable[[Problem], bool] = no_lists
 
 
 def never(tiles) -> bool:
     """The default `Backend.sums_delta`."""
-    return False
-
-
-def no_lists(problem: Problem) -> bool:
-    """The default `Backend.takes_lists`."""
     return False
 
 

@@ -144,6 +144,14 @@ class WeightsCall(Call):
 
 @_register
 @dataclasses.dataclass(frozen=True)
+class ListedWeightsCall(Call):
+    """The arguments of `listed_weights`."""
+
+    lse: Annotated[Any, Data("BTN")] = None
+
+
+@_register
+@dataclasses.dataclass(frozen=True)
 class PagedCall(Call):
     """The arguments of `paged_attention`."""
 
@@ -159,7 +167,7 @@ class PagedCall(Call):
 
 AXES: dict[str, str] = {
     name: kind.axes
-    for cls in (Call, WeightsCall, PagedCall)
+    for cls in (Call, WeightsCall, ListedWeightsCall, PagedCall)
     for name, kind in kinds(cls).items()
     if isinstance(kind, Data) and kind.axes
 }

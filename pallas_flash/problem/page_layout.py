@@ -59,6 +59,11 @@ class PageTable:
     page: int  # keys of a page
     layout: PageLayout
 
+    def index(self, row: IntLike, key, head: IntLike) -> tuple:
+        """The index of keys of a batch row and a key/value head in all pages."""
+        page = self.numbers[row, key // self.page]
+        return self.layout.arrange(P=page, C=key % self.page, K=head)
+
 
 class Pages(NamedTuple):
     """The static description of a call's pages."""

@@ -40,10 +40,11 @@ def bits(x):
 
 def take(pages: Array, numbers) -> Array:
     """The pages with these numbers; a number beyond the pages is that of the nearest."""
-    return _from_bits(jnp.take(bits(pages), numbers, axis=0, mode="clip"), pages.dtype)
+    return from_bits(jnp.take(bits(pages), numbers, axis=0, mode="clip"), pages.dtype)
 
 
-def _from_bits(x, dtype):
+def from_bits(x, dtype):
+    """The inverse of `bits`, for a dtype."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
@@ -70,7 +71,7 @@ def write(cache: Any, slots, **tokens: Float[Array, "B T K H"] | None):
     def set_slots(field, x):
         x = bits(x.astype(field.dtype))
         x = bits(field).at[slots].set(x, mode="drop", unique_indices=True)
-        return _from_bits(x, field.dtype)
+        return from_bits(x, field.dtype)
 
     return cache._replace(**{name: set_slots(getattr(cache, name), x) for name, x in new.items()})
 

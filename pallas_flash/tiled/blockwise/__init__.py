@@ -21,8 +21,7 @@ from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import lists, online_softmax
-from pallas_flash.tiled.blockwise import decode, softmax
-from pallas_flash.tiled.blockwise.derivatives import second, tangent
+from pallas_flash.tiled.blockwise import decode, derivatives, softmax
 from pallas_flash.tiled.blockwise.heads import (
     HeadSlice,
     by_head,
@@ -223,6 +222,16 @@ def backward(
     if x.bias is None:
         return gradients
     return gradients._replace(bias=gradients.bias.astype(x.bias.dtype))
+
+
+def tangent(problem: Problem, tiles: Tiles, *args):
+    """`derivatives.tangent`."""
+    return (lists if tiles.lists else derivatives).tangent(problem, tiles, *args)
+
+
+def second(problem: Problem, tiles: Tiles, *args):
+    """`derivatives.second`."""
+    return (lists if tiles.lists else derivatives).second(problem, tiles, *args)
 
 
 def _is_one(key_blocks: list | None) -> bool:

@@ -80,23 +80,15 @@ class BlockTerms(NamedTuple):
 
     def probabilities(self, x: Slices, dx: Slices, m, inverse_sum):
         """P, and P times the tangent of the logits, None where that is zero."""
-        changes = [d is not None for d in dx.of_logits]
-        pick = lambda x: [a for a, c in zip(x.of_logits, changes, strict=True) if c]
 
-        def scores(changing):
-            changing = iter(changing)
-            all_ = (next(changing) if c else a for a, c in zip(x.of_logits, changes, strict=True))
-            query, key, bias, *captured = all_
-            logits, score = self.local.logits, self.local.logits.score
-            score = None if score is None else score.with_tables(tuple(captured))
-            logits = logits._replace(bias=bias, score=score)
+        def scores(query, key, bias, *captured):
+            logits = self.local.logits.with_arrays(bias, captured)
             s = logits.forward(query, key, self.rows, self.keys, self.visible)
             return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
-        s, ds = jax.jvp(scores, (pick(x),), (pick(dx),)) if any(changes) else (scores([]), None)
-        scale = self.local.logits.exponent_scale
-        p = softmax.probabilities(s, m, inverse_sum, scale, self.rows_are_finite)
-        return p, None if ds is None else p * (ds if scale == 1.0 else ds * scale)
+        scale, is_finite = self.local.logits.exponent_scale, self.rows_are_finite
+        of_logits = x.of_logits, dx.of_logits
+        return softmax.with_tangent(scores, *of_logits, m, inverse_sum, scale, is_finite)
 
     def drop(self, weights):
         return self.local.logits.drop(weights, self.rows, self.keys)

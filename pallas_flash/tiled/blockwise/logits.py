@@ -34,6 +34,10 @@ class ScalePlacement(enum.Enum):
             return cls.QUERY if p.scale else cls.LOGITS
         return cls.EXPONENT if scale_can_come_last(p) else cls.LOGITS
 
+    def query_factor(self, p: Problem) -> float:
+        """The factor of q before all products."""
+        return p.scale if self is ScalePlacement.QUERY else 1.0
+
 
 class Logits(NamedTuple):
     """The logits of a slice of the heads, B, K and G as in `heads.HeadSlice`."""
@@ -52,10 +56,14 @@ class Logits(NamedTuple):
         placement = ScalePlacement.choose(p, tiles)
         return cls(p, placement, dense_tiles(x.bias, heads), of_heads(x.score, p, heads), seeds)
 
+    def with_arrays(self, bias, captured: tuple) -> "Logits":
+        """These logits with another bias and other float arrays that the score_mod reads."""
+        score = None if self.score is None else self.score.with_tables(captured)
+        return self._replace(bias=bias, score=score)
+
     @property
     def query_factor(self) -> float:
-        """The factor of q before all products."""
-        return self.problem.scale if self.placement is ScalePlacement.QUERY else 1.0
+        return self.placement.query_factor(self.problem)
 
     @property
     def exponent_scale(self) -> float:

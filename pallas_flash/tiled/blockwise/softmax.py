@@ -6,6 +6,9 @@ maximum: scale q k^T - m in one multiply-add would exceed 0 by the rounding of m
 exponential would overflow where m is large. Where `rows_are_finite` each row has a score above
 -inf, so m needs no guard, and a CPU's library computes the product and its softmax in one call."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -52,6 +55,23 @@ def probabilities(
         return finish(p, block.l)
     highest = jnp.expand_dims(scaled_maximum(block.m, scale), -1)
     return p * (jnp.exp(highest - m) * inverse_sum)
+
+
+def with_tangent(
+    scores: Callable, x: list, dx: list, m, inverse_sum, scale: float, rows_are_finite: bool = False
+):
+    """`probabilities` of scores(*x), and P times the tangent of the scaled scores along dx, in
+    which None is zero; None where all of it is."""
+    changes = [d is not None for d in dx]
+    pick = lambda x: [a for a, c in zip(x, changes, strict=True) if c]
+
+    def of_changing(changing):
+        changing = iter(changing)
+        return scores(*(next(changing) if c else a for a, c in zip(x, changes, strict=True)))
+
+    s, ds = jax.jvp(of_changing, (pick(x),), (pick(dx),)) if any(changes) else (scores(*x), None)
+    p = probabilities(s, m, inverse_sum, scale, rows_are_finite)
+    return p, None if ds is None else p * _times(scale, ds)
 
 
 def delta(p, dp, visible):

@@ -6,16 +6,23 @@ other, else all go at once.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import by_key, by_query
-from pallas_flash.tiled.lists.list_heads import ListHead, each_list_head, from_list_heads
+from pallas_flash.tiled.lists.list_heads import (
+    ListHead,
+    Sums,
+    by_head,
+    each_list_head,
+    from_blocks,
+    from_list_heads,
+)
 from pallas_flash.tiled.online_softmax import RowScale
 
 WALKS = {"by query": by_query, "by key": by_key}
@@ -23,64 +30,56 @@ WALKS = {"by query": by_query, "by key": by_key}
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
-    x, walk = _sorted(x), WALKS[tiles.lists.walk]
-
-    def one_head(number, sums):
-        return walk.forward(ListHead.take(problem, tiles, x, number), tiles, x, sums)
-
-    (o, state), _, _ = each_list_head(problem, tiles.lists.at_once, one_head, (), ())
-    return from_list_heads(o), jax.tree.map(_by_head, state)
+    (o, state), _ = _walk("forward", problem, tiles, x, (), Sums())
+    return from_list_heads(o).astype(x.query.dtype), jax.tree.map(by_head, state)
 
 
 def backward(
     problem: Problem, tiles: Tiles, x: Operands, row_scale: RowScale, do, delta
 ) -> Gradients:
     """Gradients of the operands, given the RowScale and delta of each row."""
-    p, x, walk = problem, _sorted(x), WALKS[tiles.lists.walk]
-    zeros = functools.partial(_zeros, x, sums(tiles.dtype))
-
-    def one_head(number, sums):
-        head = ListHead.take(p, tiles, x, number)
-        return walk.backward(head, tiles, x, row_scale, do, delta, sums)
-
-    shared = (
-        None if x.bias is None else zeros(*x.bias.shape),
-        tuple(zeros(*a.shape) for a in x.differentiable.captured),
-    )
-    dq, (dk, dv), (dbias, captured) = each_list_head(
-        p, tiles.lists.at_once, one_head, _sums_by_key(p, zeros), shared
-    )
-    factor = ListHead.take(p, tiles, x, 0).logits.query_factor
-    return Gradients(
-        (from_list_heads(dq) * p.scale).astype(x.query.dtype),
-        _from_blocks(p, dk * (p.scale / factor)).astype(x.key.dtype),
-        _from_blocks(p, dv).astype(x.value.dtype),
-        None if dbias is None else dbias.astype(x.bias.dtype),
-        captured=captured,
-    )
+    p, factor = problem, ScalePlacement.choose(problem, tiles).query_factor(problem)
+    dq, new = _gradients("backward", p, tiles, x, row_scale, do, delta)
+    dq, dk = from_list_heads(dq) * p.scale, new.key * (p.scale / factor)
+    like = x.differentiable._replace(sinks=None)
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), new._replace(query=dq, key=dk), like)
 
 
-def _sorted(x: Operands) -> Operands:
-    mask = x.resolved_mask
-    return x._replace(resolved_mask=dataclasses.replace(mask, lists=mask.lists.sorted()))
+def tangent(
+    problem: Problem, tiles: Tiles, x: Operands, dx: Gradients, row_scale: RowScale, o, dlse
+):
+    """The tangents of o [B, T, N, Hv] and lse [B, N, T], as `derivatives.tangent`."""
+    (do, dlse), _ = _walk("tangent", problem, tiles, x, (dx, row_scale, o, dlse), Sums())
+    return from_list_heads(do), by_head(dlse)
 
 
-def _sums_by_key(p: Problem, zeros):
-    """Zeros for sums by keys and by values, [blocks, block, n]."""
+def second(problem: Problem, tiles: Tiles, x: Operands, *args):
+    """The gradients of the operands and of row_scale.inverse_sum, as `derivatives.second`."""
+    factor = ScalePlacement.choose(problem, tiles).query_factor(problem)
+    (dq, of_sum), new = _gradients("second", problem, tiles, x, *args)
+    return new._replace(query=from_list_heads(dq) * factor), by_head(of_sum)
+
+
+def _gradients(name: str, p: Problem, tiles: Tiles, x: Operands, *args):
+    """What `_walk` returns of a pass that sums gradients, these as Gradients."""
+    zeros = lambda *shape: jnp.zeros_like(x.query, shape=shape, dtype=sums(tiles.dtype))
     lists = p.resolved_mask.lists
-    return tuple(zeros(lists.blocks, lists.block, n) for n in (p.head_size, p.value_size))
+    of_keys = (zeros(lists.blocks, lists.block, n) for n in (p.head_size, p.value_size))
+    bias = None if x.bias is None else zeros(*x.bias.shape)
+    captured = tuple(zeros(*a.shape) for a in x.differentiable.captured)
+    of_rows, new = _walk(name, p, tiles, x, args, Sums(*of_keys, bias, captured))
+    of_keys = (from_blocks(p, a) for a in (new.key, new.value))
+    return of_rows, Gradients(None, *of_keys, new.bias, captured=new.captured)
 
 
-def _from_blocks(p: Problem, x):
-    """[B, K, blocks, block, n] -> [B, S, K, n]"""
-    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, : p.keys], 1, 2)
+def _walk(name: str, p: Problem, tiles: Tiles, x: Operands, args: tuple, start: Sums):
+    """The results of a pass by row, [B, list heads, T, ..], and its sums."""
+    walk, mask = getattr(WALKS[tiles.lists.walk], name), x.resolved_mask
+    x = x._replace(resolved_mask=dataclasses.replace(mask, lists=mask.lists.sorted()))
 
+    def one_head(number, sums: Sums):
+        head, whole = ListHead.take(p, tiles, x, number), sums.bias
+        sums, of_rows = walk(head, tiles, x, *args, sums._replace(bias=head.dense(whole)))
+        return sums._replace(bias=head.put_dense(whole, sums.bias)), of_rows
 
-def _by_head(x):
-    """[B, list heads, T, G] -> [B, N, T]"""
-    return jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2])
-
-
-def _zeros(x: Operands, dtype, *shape):
-    """Zeros that vary over the same devices as the operands do."""
-    return jnp.zeros_like(x.query, shape=shape, dtype=dtype)
+    return each_list_head(p, tiles.lists.at_once, one_head, start)

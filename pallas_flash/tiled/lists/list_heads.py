@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.tiled.blockwise.derivatives import Slices
 from pallas_flash.tiled.blockwise.logits import Logits
 from pallas_flash.tiled.blockwise.mask import TileMask, dense_tiles
 from pallas_flash.tiled.blockwise.slices import HeadRange
@@ -66,13 +67,25 @@ class ListHead(NamedTuple):
         of_values = None if self.problem.values_are_keys else self.by_block(x.value, dtype)
         return self.by_block(x.key, dtype), of_values
 
+    def slices(self, x: Gradients, dtype) -> Slices:
+        """Operands or their tangents, None where zero: `queries`, keys and values `by_block`, and
+        the bias `dense`."""
+        query = None if x.query is None else self.queries(x.query, dtype)
+        key, value = (None if a is None else self.by_block(a, dtype) for a in (x.key, x.value))
+        bias = None if x.bias is None else self.dense(x.bias).astype(dtype)
+        return Slices(query, key, value, bias, x.captured)
+
+    def queries(self, query, dtype):
+        """q [T, G, H], times `logits.query_factor`."""
+        return self.by_row(query, dtype) * self.logits.query_factor
+
     def dense(self, x):
-        """[B | 1, N | 1, T | 1, S | 1] -> [1, 1, G | 1, T | 1, S | 1]"""
+        """[B | 1, N | 1, T | 1, S | 1] -> [1, 1, G | 1, T | 1, S | 1]; None -> None"""
         return dense_tiles(x, self.heads)
 
     def put_dense(self, whole, x):
-        """The inverse of `dense`."""
-        return self.heads.put(whole, x.reshape(1, -1, *x.shape[3:]), 1)
+        """whole [B | 1, N | 1, T | 1, S | 1] with x in place of `dense(whole)`; None -> None"""
+        return x if x is None else self.heads.put(whole, x.reshape(1, -1, *x.shape[3:]), 1)
 
     def by_block(self, x, dtype):
         """[B, S, K, n] -> [blocks + 1, block, n], with 0 in the last block, which entries that name
@@ -88,34 +101,59 @@ def list_heads(p: Problem) -> int:
     return max(p.resolved_mask.lists.entries.shape[1], p.kv_heads)
 
 
-def each_list_head(p: Problem, at_once: bool, one_head: Callable, like_keys, shared):
-    """Runs (of_keys, shared), of_rows = one_head(number, (of_keys, shared)) for all list heads.
+class Sums(NamedTuple):
+    """The gradients that a walk sums: of a key/value head's keys and values, [blocks, block, n], of
+    the bias, which is `dense` in a walk, and of the arrays that a score_mod captured."""
 
-    `of_keys` are sums over the list heads of a key/value head, and begin as `like_keys`; `shared`
-    are sums over all. Returns of_rows [B, list heads, ..], of_keys [B, K, ..] and shared. Sums over
-    all go through one list head after the other, since each would need an array of its own.
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+    bias: jax.Array | None = None
+    captured: tuple = ()
+
+    @property
+    def shared(self) -> dict:
+        """Those that all list heads add to."""
+        return dict(bias=self.bias, captured=self.captured)
+
+
+def each_list_head(p: Problem, at_once: bool, one_head: Callable, start: Sums):
+    """Runs sums, of_rows = one_head(number, sums) for all list heads. Returns of_rows
+    [B, list heads, ..], and the sums, of keys and values [B, K, ..].
+
+    Where all list heads add to an array they go one after the other: each would need its own.
     """
     of_each = list_heads(p) // p.kv_heads
 
     def one_key_head(shared, number):
         step = lambda sums, i: one_head(number * of_each + i, sums)
-        sums, of_rows = lax.scan(step, (like_keys, shared), jnp.arange(of_each, dtype=jnp.int32))
-        return sums[1], (of_rows, sums[0])
+        heads = jnp.arange(of_each, dtype=jnp.int32)
+        sums, of_rows = lax.scan(step, start._replace(**shared), heads)
+        return sums.shared, (of_rows, sums.key, sums.value)
 
-    numbers = jnp.arange(p.batch * p.kv_heads, dtype=jnp.int32)
+    numbers, shared = jnp.arange(p.batch * p.kv_heads, dtype=jnp.int32), start.shared
     if at_once and not jax.tree.leaves(shared):
-        _, (of_rows, of_keys) = jax.vmap(lambda n: one_key_head(shared, n))(numbers)
+        _, of_heads = jax.vmap(lambda number: one_key_head(shared, number))(numbers)
     else:
-        shared, (of_rows, of_keys) = lax.scan(one_key_head, shared, numbers)
-    of_rows = jax.tree.map(lambda a: a.reshape(p.batch, -1, *a.shape[2:]), of_rows)
-    of_keys = jax.tree.map(lambda a: a.reshape(p.batch, -1, *a.shape[1:]), of_keys)
-    return of_rows, of_keys, shared
+        shared, of_heads = lax.scan(one_key_head, shared, numbers)
+    by_batch = lambda a, axes: a.reshape(p.batch, -1, *a.shape[axes:])
+    of_rows, *of_keys = of_heads
+    of_rows = jax.tree.map(lambda a: by_batch(a, 2), of_rows)
+    return of_rows, Sums(*(a if a is None else by_batch(a, 1) for a in of_keys), **shared)
 
 
 def from_list_heads(x):
     """[B, list heads, T, G, n] -> [B, T, N, n]"""
-    x = jnp.swapaxes(x, 1, 2)
-    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+    return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, x.shape[-1])
+
+
+def by_head(x):
+    """[B, list heads, T, G, 1] -> [B, N, T]"""
+    return jnp.swapaxes(x[..., 0], 2, 3).reshape(x.shape[0], -1, x.shape[2])
+
+
+def from_blocks(p: Problem, x):
+    """[B, K, blocks, block, n] -> [B, S, K, n]"""
+    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, : p.keys], 1, 2)
 
 
 def _rows(p: Problem, mask: TileMask) -> Rows:

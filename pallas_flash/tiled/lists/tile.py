@@ -15,6 +15,7 @@ from pallas_flash.mods.bound import BoundMod
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise import softmax
+from pallas_flash.tiled.blockwise.derivatives import Slices
 from pallas_flash.tiled.lists.list_heads import ListHead, Rows
 from pallas_flash.tiled.online_softmax import SoftmaxState
 
@@ -37,7 +38,7 @@ class Tile(NamedTuple):
         if (mod := mask.resolved.mask_mod) is not None:
             visible = visible & mod.visible(*tile.indices(mod))
         if mask.dense is not None:
-            visible = visible & mask.dense[tile.place(mask.dense)]
+            visible = visible & tile.of_pairs(mask.dense)
         return tile._replace(visible=visible)
 
     @property
@@ -52,19 +53,21 @@ class Tile(NamedTuple):
 
     def place(self, x) -> tuple:
         """The indices of the pairs in a dense x [1, 1, G | 1, T | 1, S | 1]."""
-        head, zero = jnp.arange(x.shape[2], dtype=jnp.int32)[:, None], jnp.zeros((1,) * 4, jnp.int32)
+        head, zero = (
+            jnp.arange(x.shape[2], dtype=jnp.int32)[:, None],
+            jnp.zeros((1,) * 4, jnp.int32),
+        )
         each = zip((head, *self.row_and_key), x.shape[2:], strict=True)
         return 0, 0, *(index if n > 1 else zero for index, n in each)
 
-    @property
-    def bias(self):
-        bias = self.head.logits.bias
-        return None if bias is None else bias[self.place(bias)]
+    def of_pairs(self, x):
+        """The elements of a dense x, which broadcast to those of all pairs; None of None."""
+        return None if x is None else x[self.place(x)]
 
     def products(self, q, k) -> tuple:
         """q k^T of the pairs, their bias and the indices of the score_mod, or None."""
-        score = self.head.logits.score
-        return dot_t(q, k), self.bias, None if score is None else self.indices(score)
+        score, bias = self.head.logits.score, self.of_pairs(self.head.logits.bias)
+        return dot_t(q, k), bias, None if score is None else self.indices(score)
 
     def drop(self, weights):
         """The weights, 0 where dropout drops them."""
@@ -105,8 +108,47 @@ class Tile(NamedTuple):
         low, weights = ds.astype(q.dtype), self.drop(p).astype(q.dtype)
         return dot(low, k), dot_over_rows(low, q), dot_over_rows(weights, do), ds, captured
 
+    def with_tangent(self, x: Slices, dx: Slices, m, inverse_sum):
+        """P, and P times the tangent of the logits, None where that is zero."""
+
+        def scores(q, k, bias, *captured):
+            (qk, _, indices), logits = self.products(q, k), self.head.logits
+            s = logits.with_arrays(bias, captured).of_products(qk, bias, indices, self.visible)
+            return jnp.where(self.visible, s, -jnp.inf)
+
+        scale = self.head.logits.exponent_scale
+        return softmax.with_tangent(scores, x.of_logits, dx.of_logits, m, inverse_sum, scale)
+
+    def tangent(self, x: Slices, dx: Slices, m, inverse_sum):
+        """The sums (P dS) V + P dV, P dS and P V over the tile's keys."""
+        p, weights = self.with_tangent(x, dx, m, inverse_sum)
+        kept = self.drop(p)
+        do = 0.0 if dx.value is None else dot(kept, dx.value)
+        if weights is None:
+            return do, 0.0, dot(kept, x.value)
+        do = do + dot(self.drop(weights), x.value)
+        return do, jnp.sum(weights, -1, keepdims=True), dot(kept, x.value)
+
+    def second(self, x: Slices, dx: Slices, do, row: "RowCotangents"):
+        """The gradients of sum P (dS - dlse) (dP - delta) + P (do dV^T) with respect to x and to
+        row.inverse_sum."""
+
+        def product(x: Slices, inverse_sum):
+            p, weights = self.with_tangent(x, dx, row.m, inverse_sum)
+            # a tangent of the sinks alone is one of lse, but none of the logits
+            weights = (0.0 if weights is None else weights) - p * row.dlse
+            total = jnp.sum(weights * (self.drop(dot_t(do, x.value)) - row.delta))
+            if dx.value is not None:
+                total += jnp.sum(self.drop(p) * dot_t(do, dx.value))
+            return total
+
+        return jax.grad(product, argnums=(0, 1))(x, row.inverse_sum)
+
     def add_bias_gradient(self, dbias, ds):
-        """dbias with ds added in its place, summed over the axes that the bias broadcasts."""
+        """dbias with ds added in its place, summed over the axes that the bias broadcasts; None of
+        None."""
+        if dbias is None:
+            return None
         place = self.place(dbias)
         shape = jnp.broadcast_shapes(*(index.shape for index in place[2:]))
         new = jnp.sum(ds, [axis for axis, n in enumerate(shape) if n == 1], keepdims=True)
@@ -114,12 +156,12 @@ class Tile(NamedTuple):
 
 
 class RowCotangents(NamedTuple):
-    """What a backward takes of each row, [l, r, G, 1]."""
+    """What a backward takes of each row, [T, G, 1] or [l, r, G, 1]."""
 
     m: jax.Array
     inverse_sum: jax.Array
     delta: jax.Array
-    dlse: jax.Array | None  # where a tile has all keys of its rows, which then sum their delta
+    dlse: jax.Array | None  # in `backward`: the tile has all keys of its rows, and sums their delta
 
 
 def dot_t(a, b):

@@ -1,0 +1,128 @@
+"""`listed_weights`: the softmax weights of the keys that lists name, which an indexer learns."""
+
+import functools
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_flash import attention, checks, masks
+from pallas_flash.attention import Options
+from pallas_flash.checks import AnyArray
+from pallas_flash.choose import dispatch
+from pallas_flash.jax_support import hardware
+from pallas_flash.masks import Mask
+from pallas_flash.problem import arguments
+from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.call import ListedWeightsCall
+from pallas_flash.tiled.blockwise import tuning
+from pallas_flash.tiled.blockwise.tuning import Tiles
+from pallas_flash.tiled.lists import weights as list_weights
+
+
+def listed_weights(
+    query: Float[AnyArray, "*B T N H"],
+    key: Float[AnyArray, "*B S K H"],
+    lists: Mask,
+    lse: Float[AnyArray, "*B T N"],
+    *,
+    bias: Float[AnyArray, "*#BNTS"] | None = None,
+    **options: Unpack[Options],
+) -> Float[Array, "*B T L keys"]:
+    """The softmax weights of the keys that lists name, exp(s - lse), summed over the query heads
+    that share a list: what the indexer of DeepSeek's sparse attention is trained on
+    (arXiv:2512.02556, equation 4). O(T n) work and memory, in plain JAX.
+
+    No gradient flows through them: to the indexer they are constants. They are not normalised. As a
+    distribution over the keys of a list they are divided by their sum, which is the number of heads
+    where lse is of these keys alone, and less where other keys or a sink share the softmax.
+
+    Args:
+      query, key: as in `flash_attention`.
+      lists: a `masks.KeyLists`, or one joined with other masks by &.
+      lse: [*B, T, N], the log-sum-exp of the whole softmax: the residual of `flash_attention`, or
+        of `merge_attention` where keys of several calls share a softmax.
+      bias, **options: the other arguments of `flash_attention`, as in the call that lse is of.
+        sinks, which lse includes, dropout, value_size, deterministic and implementation change
+        nothing.
+
+    Returns:
+      [*B, T, L, n * block], float32, or float64 for float64, in the order of `KeyLists.indices`:
+      key i * block + j of a list's entry e is at e * block + j. 0 where an entry names nothing, or
+      a key that the query does not see. An entry that is repeated has its weights in each place.
+
+    Raises:
+      TypeError, ValueError: as in `flash_attention`; or lists, lse or their shapes do not fit.
+      NotImplementedError: a context.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from pallas_flash import flash_attention, listed_weights, masks
+      >>> query, key = (jax.random.normal(jax.random.key(n), (1, 9, 4, 16)) for n in range(2))
+      >>> scores = jax.random.normal(jax.random.key(2), (1, 9, 9))  # an indexer's
+      >>> scores, indices = jax.lax.top_k(jnp.where(jnp.tri(9), scores, -jnp.inf), 3)
+      >>> lists = masks.KeyLists(indices[:, :, None])  # one for all heads
+      >>> options = dict(mask=lists, is_causal=True, return_residual=True)
+      >>> o, lse = flash_attention(query, key, key, **options)
+      >>> weights = listed_weights(query, key, lists, lse, is_causal=True)[:, :, 0]
+      >>> target = weights / weights.sum(-1, keepdims=True)
+      >>> target.shape  # [B, T, n]
+      (1, 9, 3)
+    """
+    indices = _indices(lists)
+    if "mask" in options:
+        raise TypeError("listed_weights takes other masks joined with lists: lists & mask.")
+    options["value_size"] = None  # the keys stand for values, which nobody reads
+    call, return_residual = attention.make_call(query, key, key, bias, lists, **options)
+    if return_residual or call.return_max_logits:
+        raise TypeError(
+            "listed_weights returns the weights alone; leave return_residual and return_max_logits "
+            "to flash_attention."
+        )
+    call = call.replace(dropout_rate=0.0, dropout_rng=None, sinks=None)
+    lse = _lse(lse, jnp.shape(call.query)[:-1])
+    call = ListedWeightsCall(**call.arguments(), lse=lse)
+    with hardware.at(call.arguments().values()):
+        weights, *_ = dispatch.map_over_mesh(_attend, call)
+    if weights.shape[-2] == indices.shape[-2]:
+        return weights
+    return jnp.sum(weights, -2, keepdims=True)  # each device had some of the heads of one list
+
+
+def _indices(lists) -> Any:
+    parts = masks.conjuncts(lists) if isinstance(lists, Mask) else []
+    named = [part.indices for part in parts if isinstance(part, masks.KeyLists)]
+    if len(named) == 1:
+        return named[0]
+    got = f"{len(named)} joined by &" if len(named) > 1 else checks.description(lists)
+    raise TypeError(
+        f"lists must be a masks.KeyLists, alone or joined with other masks by &; got {got}."
+    )
+
+
+def _lse(lse, shape: tuple[int, ...]):
+    lse = checks.array("lse", lse)
+    if lse.shape != shape or not jnp.issubdtype(lse.dtype, jnp.floating):
+        raise ValueError(
+            f"lse must be floats [*B, T, N] = {shape}, as flash_attention returns it with "
+            f"return_residual=True; got {lse.dtype} {lse.shape}."
+        )
+    return lse
+
+
+def _attend(call: ListedWeightsCall):
+    """The weights [*B, T, L, n * block] of a device's part of the call, in place of the output and
+    the two arrays by row that dispatch.map_over_mesh expects."""
+    problem, x = arguments.normalise(call)
+    lse = call.lse.reshape(problem.batch, problem.queries, problem.heads)
+    arrays = lax.stop_gradient((x, lse.astype(checks.sums(problem.dtype))))
+    weights = _weights(problem, tuning.tiles(problem), *arrays)
+    return weights.reshape(*call.query.shape[:-2], *weights.shape[2:]), None, None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _weights(problem: Problem, tiles: Tiles, x: Operands, lse):
+    weights = list_weights.listed_weights(problem, tiles, x, jnp.swapaxes(lse, 1, 2))
+    return jnp.swapaxes(weights, 1, 2)
