@@ -16,6 +16,7 @@ from features import decoding
 from features.calls import (
     EXPLAINED,
     FEATURES,
+    GATHERED,
     INTERPRETED,
     TOGETHER,
     Call,
@@ -226,7 +227,7 @@ def test_all_features_together_are_on_several_devices_what_they_are_on_one(
 @pytest.mark.whole
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
 def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
-    used, reasons = arrays("bfloat16"), refused("hopper")
+    used, reasons = arrays("bfloat16"), {*refused("hopper"), GATHERED}
     for together in TOGETHER:
         call = Call("hopper", tuple(name for name in together if name not in reasons))
         with as_if_on(GPUS["H200"]), strict_64_bits():
@@ -244,7 +245,8 @@ def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu,
             return explain(**Call(None, features).arguments(x))
 
     mosaic = dict(H100="hopper", B200="blackwell").get(gpu, "ampere")
-    for features in [*((name,) for name in FEATURES), *TOGETHER]:
+    together = [tuple(name for name in names if name != GATHERED) for names in TOGETHER]
+    for features in [*((name,) for name in FEATURES), *together]:
         for dtype in "bfloat16", "float16":
             found = taken(dtype, features)
             assert found.implementation == mosaic, (dtype, features, found)

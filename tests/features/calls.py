@@ -56,6 +56,8 @@ def _blocks(x):
     return masks.KeyLists(x["blocks"], keys // 4, -(-queries // SIZES["Q"]))
 
 
+# kernels gather keys beside few of the others
+GATHERED = "`mask`: `masks.KeyLists` of single keys"
 NO_VALUES = "values that are the keys' first columns"
 FEATURES = {
     "`is_causal`": Feature({}, lambda x: dict(is_causal=True)),
@@ -80,9 +82,7 @@ FEATURES = {
     "`mask`: `masks.KeyLists` of blocks": Feature(
         dict(blocks="BQKR"), lambda x: dict(mask=_blocks(x))
     ),
-    "`mask`: `masks.KeyLists` of single keys": Feature(
-        dict(listed="BT1W"), lambda x: dict(mask=masks.KeyLists(x["listed"]))
-    ),
+    GATHERED: Feature(dict(listed="BT1W"), lambda x: dict(mask=masks.KeyLists(x["listed"]))),
     "`mask`: union of two": Feature(
         dict(starts="B"), lambda x: dict(mask=masks.KeyStarts(x["starts"]) | masks.Dilated(2))
     ),

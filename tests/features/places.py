@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from check import strict_64_bits
-from features.calls import LETTERS, TOGETHER, Call, arrays, assert_equal, refused
+from features.calls import GATHERED, LETTERS, TOGETHER, Call, arrays, assert_equal, refused
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,8 +19,10 @@ BY_ROW = dict(B="one", T="other", S="other")
 LONG = dict(T=256, S=256, K=4)  # dropout cuts chunks of keys that are multiples of 32
 OUTPUTS = dict(o="BTNV", lse="BTN", largest="BTN")
 BATCH_FROM_0 = "each device counts its batch rows from 0"
-LISTS = ("`mask`: `masks.KeyLists` of blocks", "`mask`: `masks.KeyLists` of single keys")
-BY_CONTEXT = dict.fromkeys(LISTS, "they take sequences that are whole on a device")
+BY_CONTEXT = dict.fromkeys(
+    ("`mask`: `masks.KeyLists` of blocks", GATHERED),
+    "they take sequences that are whole on a device",
+)
 OF_BATCH = {"dropout": BATCH_FROM_0, "`mask`: `masks.MaskMod`": BATCH_FROM_0}
 
 

@@ -356,7 +356,7 @@ def _look_up(x: Inputs, b: IntLike, t: DecodeTiles):
     None where they lie in order."""
     if not t.gathers:
         return lambda n: None
-    layout = gather.layout(t.block_k, t.swizzle_in_slots)
+    layout = gather.Lanes.of(t.block_k, t.swizzle_in_slots).layout
     position = iota(t.block_k, layout)
     return lambda n: x.table.rows(b, n * t.block_k + position, x.kv[0].shape[1], layout)
 

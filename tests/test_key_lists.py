@@ -1,0 +1,193 @@
+"""Lists of keys: what brute force says, by a table and by each walk over them; work and memory; and
+under transformations."""
+
+import functools
+import re
+
+import check
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import GATHERED, TABLES, Sizes, bias, lists, normal, qkv
+from check import program, value_and_gradients
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, needs_devices, put
+from selection import whole_but
+
+from pallas_flash import flash_attention, masks
+from pallas_flash.tiled import blockwise
+from pallas_flash.tiled.lists import WALKS
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=5, Hv=3)
+EACH = {**TABLES, **GATHERED}
+equal = functools.partial(check.equal, tolerance=5e-6)
+
+
+@pytest.fixture(params=[*WALKS, "reference"])
+def way(request, monkeypatch):
+    """The implementation of a walk, or the reference."""
+    if request.param == "reference":
+        return "reference"
+    return walking(monkeypatch, request.param)
+
+
+def walking(monkeypatch, walk):
+    tiles = blockwise.tiles
+
+    def by_walk(problem):
+        found = tiles(problem)
+        return found._replace(lists=found.lists and found.lists._replace(walk=walk))
+
+    monkeypatch.setattr(blockwise, "tiles", by_walk)
+    return "blockwise"
+
+
+# ---- what lists show ----
+
+FAST = "lists, documents, a prefix", "lists of keys, causal", "lists of 32 keys, a rule"
+
+
+@pytest.mark.parametrize("name", whole_but(EACH, *FAST))
+def test_each_walk_gives_the_oracles_output_and_gradients(name, way, rng):
+    z = Sizes()
+    sinks = dict(sinks=normal(rng, z.N)) if "s, " in name else {}
+    check.check(rng, *qkv(rng, z), way, **EACH[name](rng, z), **sinks)
+
+
+def curved(table):
+    """A score_mod whose logarithm is no number where the key comes later."""
+    return lambda s, b, h, i, j: (
+        jnp.sin(s * table[h, 0]) + table[h, 1 + abs(i - j) % 3] - 0.1 * jnp.log(i - j + 40.0 + b)
+    )
+
+
+LENGTHS = dict(
+    query_seq_lengths=np.array([19, 7], np.int32), key_value_seq_lengths=np.array([20, 37])
+)
+BESIDE = {  # floats, which are differentiated, and options
+    "dropout, sinks, a soft cap": lambda rng: (
+        dict(sinks=normal(rng, Z.N)),
+        dict(logits_soft_cap=2.0, dropout_rate=0.3, dropout_rng=jax.random.key(1)),
+    ),
+    "a bias by pair, a score_mod, an offset": lambda rng: (
+        dict(bias=bias(rng, "BNTS", Z), table=normal(rng, Z.N, 4)),
+        dict(is_causal=True, query_offset=np.array([9, 20], np.int32)),
+    ),
+    "a bias by key, lengths, the largest logits": lambda rng: (
+        dict(bias=bias(rng, "1N1S", Z)),
+        dict(return_max_logits=True, **LENGTHS),
+    ),
+    "values that are keys, ids, a window": lambda rng: (
+        {},
+        dict(value=None, value_size=2, local_window_size=(12, 9))
+        | dict(query_segment_ids=rng.integers(0, 2, (Z.B, Z.T)))
+        | dict(key_value_segment_ids=rng.integers(0, 2, (Z.B, Z.S))),
+    ),
+}
+SHAPES = {"keys": (1, 1, Z.K, 14), "blocks": (8, 2, Z.N, 3), "blocks of 64 pairs": (16, 4, 1, 2)}
+
+
+def everything(implementation, options, floats, along):
+    """All outputs, gradients, and tangents along `along`."""
+
+    def attend(floats):
+        floats = dict(floats)
+        more = {} if (table := floats.pop("table", None)) is None else dict(score_mod=curved(table))
+        options_ = dict(options, implementation=implementation, return_residual=True)
+        outputs = flash_attention(**floats, **options_, **more)
+        return tuple(jnp.where(x == -jnp.inf, 0, x) for x in outputs)
+
+    loss = lambda floats: sum(jnp.sum(jnp.sin(x)) for x in attend(floats)[:2])
+    tangents = jax.jvp(lambda x: attend(x)[:2], (floats,), (along,))[1]
+    return attend(floats), jax.grad(loss)(floats), tangents
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("beside", BESIDE)
+def test_in_float64_a_call_is_that_of_the_dense_mask_to_rounding(beside, shape, way, rng):
+    block, query_block, L, n = SHAPES[shape]
+    named = lists(rng, Z, block, query_block, L, n)
+    floats, options = BESIDE[beside](rng)
+    floats = dict(zip(("query", "key", "value"), qkv(rng, Z), strict=True)) | floats
+    if "value" in options:
+        del floats["value"]
+    with jax.enable_x64(True):
+        floats, along = (
+            {name: np.float64(x) + 0.1 * i for name, x in floats.items()} for i in range(2)
+        )
+        run = lambda name, mask: jax.jit(functools.partial(everything, name, options | mask))
+        found = run(way, dict(mask=masks.KeyLists(*named)))(floats, along)
+        dense = dict(mask=oracle.listed(*named, Z.B, Z.N, Z.T, Z.S))
+        check.equal(found, run("reference", dense)(floats, along), 1e-12)
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit_nor_does_a_second_call(
+    walk, monkeypatch, rng
+):
+    implementation, lengths = walking(monkeypatch, walk), np.array([Z.T, 11], np.int32)
+    # those that an entry of -1 may stand for are named by none: the first and the last
+    indices = 2 * rng.integers(1, Z.S // 2, (Z.B, Z.T, Z.K, 6)).astype(np.int32)
+    indices[rng.random(indices.shape) < 0.3] = -1
+    indices[..., 0] = Z.S
+    named = np.isin(np.arange(Z.S), indices)
+    options = dict(query_seq_lengths=lengths, implementation=implementation)
+
+    @jax.jit
+    def run(q, k, v, do):
+        attend = lambda *x: flash_attention(*x, mask=masks.KeyLists(indices), **options)
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, pull(do), jax.jvp(attend, (q, k, v), (q, k, v))[1]
+
+    q, k, v = qkv(rng, Z)
+    do = normal(rng, *q.shape[:3], Z.Hv)
+    clean, again = run(q, k, v, do), run(q, k, v, do)
+    k[:, ~named], v[:, ~named], q[1, 11:], do[1, 11:] = np.nan, np.inf, np.nan, np.nan
+    for found in again, run(q, k, v, do):
+        jax.tree.map(np.testing.assert_array_equal, clean, found)
+
+
+# ---- work and memory ----
+
+LONG = 8192
+
+
+def attend_by(indices, block, query_block, implementation):
+    return lambda q, k, v: flash_attention(
+        q, k, v, mask=masks.KeyLists(indices, block, query_block), implementation=implementation
+    )
+
+
+@pytest.mark.parametrize("query_block", [1, 64])
+@pytest.mark.parametrize("implementation", ["blockwise", "triton"])
+def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are_pairs(
+    implementation, query_block, monkeypatch
+):
+    monkeypatch.undo()  # small_tiles
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = jax.ShapeDtypeStruct((1, LONG, 2, 64), jnp.float32)
+    indices = jax.ShapeDtypeStruct((1, LONG // query_block, 2, 8), jnp.int32)
+
+    def gradients(q, k, v, indices):
+        attend = attend_by(indices, 64, query_block, implementation)
+        return jax.grad(lambda *x: jnp.sum(attend(*x)), (0, 1, 2))(q, k, v)
+
+    shapes = re.findall(r"\[([\d,]+)\]", program(gradients, x, x, x, indices))
+    largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
+    assert largest < LONG**2 / 16
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(block, monkeypatch, rng):
+    """XLA would sort constants while it compiles, for seconds."""
+    monkeypatch.undo()  # small_tiles
+    q = jax.ShapeDtypeStruct((1, 512, 1, 8), jnp.float32)
+    indices = rng.integers(-1, 512 // block, (1, 512, 1, 64)).astype(np.int32)
+    attend = attend_by(indices, block, 1, "blockwise")
+    run = jax.grad(lambda q: jnp.sum(attend(q, q, q)))
+    assert " sort(" in jax.jit(run).lower(q).compile().as_text()
