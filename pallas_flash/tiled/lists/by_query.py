@@ -27,12 +27,12 @@ class Entries(NamedTuple):
     def keys(self, block: int):
         """The keys that they name, int32 [l, n * block]."""
         keys = self.index[..., None] * block + jnp.arange(block, dtype=jnp.int32)
-        return keys.reshape(len(keys), -1)
+        return keys.reshape(keys.shape[0], -1)
 
     def gather(self, x):
         """[blocks + 1, block, h] -> [l, n * block, h]"""
         x = x.at[self.index].get(mode="promise_in_bounds")
-        return x.reshape(len(x), -1, x.shape[-1])
+        return x.reshape(x.shape[0], -1, x.shape[-1])
 
     def slices(self, tile: Tile, x: Slices, query) -> Slices:
         """The differentiable arrays of a tile: those of its list head, and its rows of the
@@ -56,19 +56,20 @@ class Entries(NamedTuple):
             return x.at[self.index].add(new, mode="drop")
         # the entries of one list are distinct
         add = lambda i, x: x.at[self.index[i]].add(new[i], mode="drop", unique_indices=True)
-        return schedule.loop(0, len(new), add, x)
+        return schedule.loop(0, new.shape[0], add, x)
 
 
 def each_chunk(head: ListHead, tiles: Tiles, step: Callable, sums, *by_row):
     """Runs sums, of_rows = step(sums, tile, entries, *by_row) for all chunks of lists, where arrays
     [T, ..] are [l, r, ..]. Returns the sums, and of_rows [T, ..]."""
     lists, chunk = head.problem.resolved_mask.lists, tiles.lists.chunk
-    count = schedule.ceil_div(len(head.entries), chunk)
-    missing = count * chunk - len(head.entries)
+    total = head.entries.shape[0]
+    count = 1 if total == chunk else schedule.ceil_div(total, chunk)  # 1 for symbols of jax.export
+    missing = count * chunk - total
     entries = jnp.pad(head.entries, ((0, missing), (0, 0)), constant_values=lists.blocks)
 
     def split(x):
-        more = count * chunk * lists.query_block - len(x)
+        more = count * chunk * lists.query_block - x.shape[0]
         x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
         return x.reshape(count, chunk, lists.query_block, *x.shape[1:])
 
