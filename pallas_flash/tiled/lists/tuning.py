@@ -37,9 +37,9 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool) -> ListTiles:
     most = CHUNK_BYTES
     if not one_at_a_time:
         most, list_bytes = GPU_CHUNK_BYTES, list_bytes * p.batch * p.kv_heads
-    chunk, count = max(most // max(list_bytes, 1), 1), lists.entries.shape[2]
-    # all, where their number is a symbol of jax.export
-    chunk = min(chunk, count) if isinstance(p.queries, int) else count
+    chunk = lists.entries.shape[2]
+    if p.is_static:  # else all at once: symbols of jax.export cannot be compared
+        chunk = min(max(most // max(list_bytes, 1), 1), chunk)
     return ListTiles(
         str(lists),
         "by query",
