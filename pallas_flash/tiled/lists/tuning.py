@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Problem
-from pallas_flash.tiled.schedule import ceil_div
 
 # of the keys and values that a chunk of lists names: a CPU's caches hold them
 CHUNK_BYTES = 2**22
@@ -50,9 +49,9 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool) -> ListTiles:
     most = CHUNK_BYTES
     if not one_at_a_time:
         most, list_bytes = GPU_CHUNK_BYTES, list_bytes * p.batch * p.kv_heads
-    chunk = max(most // max(list_bytes, 1), 1)
-    if isinstance(p.queries, int):
-        chunk = min(chunk, ceil_div(p.queries, lists.query_block))
+    chunk = lists.entries.shape[2]
+    if p.is_static:  # else all at once: symbols of jax.export cannot be compared
+        chunk = min(max(most // max(list_bytes, 1), 1), chunk)
     return ListTiles(
         str(lists),
         walk="by query",
