@@ -113,7 +113,8 @@ def small_tiles(monkeypatch):
     by_lists = lambda p: p.resolved_mask.lists and tiles(p).lists
     of, tiles = blockwise.Tiles, blockwise.tiles
     small = lambda p: of(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p))
-    lists = lambda p: (known := by_lists(p)) and known._replace(chunk=3)
+    chunk = lambda p, lists: 3 if p.is_static else lists.chunk
+    lists = lambda p: (known := by_lists(p)) and known._replace(chunk=chunk(p, known))
     monkeypatch.setattr(blockwise, "tiles", lambda p: small(p)._replace(lists=lists(p)))
     monkeypatch.setattr(blockwise.tuning, "SCORES", 1)  # blocks wait for each other
     monkeypatch.setattr(

@@ -3,12 +3,28 @@
 import functools
 from itertools import pairwise
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from check import equal
-from decoding import PAGES, B, H, K, N, T, calls, equal_the_oracle, ints, normal, pool, seen
+from check import TOLERANCE, close, equal
+from decoding import (
+    MOSAIC,
+    PAGES,
+    B,
+    H,
+    K,
+    N,
+    T,
+    calls,
+    equal_the_oracle,
+    ints,
+    needs_interpreter,
+    normal,
+    pool,
+    seen,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -99,6 +115,33 @@ def test_listed_keys_in_8_bits_equal_the_oracle_on_what_they_stand_for(query, st
     found = paged_attention(q, **call, mask=masks.KeyLists(indices), return_residual=True)
     rows = [np.nan_to_num(x.astype(np.float32)) for x in rows]
     equal_the_oracle(found, q, rows, mask=is_named, **seen(lengths, T))
+
+
+BY_MMA = {  # block, query_block, L; what pages hold; other options
+    "keys": ((1, 1, K), None, {}),
+    "latents": ((1, 1, 1), None, dict(v_pages=None, value_size=32)),
+    "keys in 8 bits": ((1, 1, 1), "int8", {}),
+    "blocks of two pages": ((16, 2, N), None, dict(local_window_size=(20, 0))),
+}
+
+
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize("name", BY_MMA)
+@pytest.mark.parametrize("implementation", MOSAIC)
+def test_by_mma_listed_keys_equal_those_of_blockwise_without_a_race(implementation, name, rng):
+    (block, query_block, L), stored, options = BY_MMA[name]
+    call, _ = pool(rng, PAGE, ints(29, 48, 9), sizes=(64, 64), dtype="float16", stored=stored)
+    indices = draw_lists(rng, block, query_block, L)
+    call = hide_unlisted(call, named(indices, block, query_block)) | options | ALL
+    attend = functools.partial(paged_attention, normal(rng, B, T, N, 64, dtype="float16"), **call)
+    lists = masks.KeyLists(indices, block, query_block)
+    expected = attend(mask=lists, implementation="blockwise")
+    with gpu_interpreter.kernels(implementation, detect_races=True) as races:
+        found = attend(mask=lists, implementation=implementation)
+    for x, y, tolerance in zip(found, expected, (TOLERANCE["float16"], 1e-5, 1e-5), strict=True):
+        close(x, y, tolerance, name)
+    assert not races.found
 
 
 def test_values_that_are_columns_of_listed_keys_and_a_score_mod(rng):

@@ -60,7 +60,7 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     equal(exported(gradients, *of_qkv(1, "t", "s"))(*x), gradients(*x))
 
 
-@pytest.mark.parametrize("block, query_block", [(64, 1), (8, 8)])
+@pytest.mark.parametrize("block, query_block", [(64, 1), (8, 8), (1, 1)])
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_a_program_with_symbols_takes_lists_of_keys(implementation, block, query_block, rng):
     def gradients(q, k, v, indices):

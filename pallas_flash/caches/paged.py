@@ -184,9 +184,9 @@ def paged_attention(
         one token, of others none. Tokens of no row are padding. Up to 64 K / N tokens of a row at a
         time are decoding, and no page is copied.
       mask: a `masks.KeyLists`, for T queries: a query sees the keys of its row that its list names,
-        by their positions in the row, and that nothing else hides. With cu_seqlens_q, indices are
-        [T, L, n], with query_block 1. "blockwise" then reads no other keys, and runs by default;
-        the others copy all pages in the table.
+        by their positions in the row, and that nothing else hides. With cu_seqlens_q indices are
+        [T, L, n], and query_block is 1. "hopper", "blackwell", "ampere" and "blockwise" read these
+        keys alone, for any number of queries; the others copy all pages in the table.
       scale, local_window_size, logits_soft_cap, sinks, score_mod: as in `flash_attention`.
       is_causal, return_residual, return_max_logits: as there, but is_causal is True by default.
       k_scales, v_scales: float32 [P, page, K], for pages of int8, float8_e4m3fn or float8_e5m2: a

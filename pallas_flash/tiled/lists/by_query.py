@@ -17,12 +17,13 @@ from pallas_flash.tiled.lists.walk import Walk
 def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, _, *by_row):
     """As `Walk.each_tile`, for all chunks of lists."""
     lists, chunk = head.problem.resolved_mask.lists, tiles.lists.chunk
-    count = schedule.ceil_div(len(head.entries), chunk)
-    missing = count * chunk - len(head.entries)
+    total = head.entries.shape[0]
+    count = 1 if total == chunk else schedule.ceil_div(total, chunk)  # 1 for symbols of jax.export
+    missing = count * chunk - total
     entries = jnp.pad(head.entries, ((0, missing), (0, 0)), constant_values=lists.blocks)
 
     def split(x):
-        more = count * chunk * lists.query_block - len(x)
+        more = count * chunk * lists.query_block - x.shape[0]
         x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
         return x.reshape(count, chunk, lists.query_block, *x.shape[1:])
 

@@ -20,12 +20,12 @@ class Entries(NamedTuple):
     def keys(self, block: int):
         """The keys that they name, int32 [l, n * block]."""
         keys = self.index[..., None] * block + jnp.arange(block, dtype=jnp.int32)
-        return keys.reshape(len(keys), -1)
+        return keys.reshape(keys.shape[0], -1)
 
     def gather(self, x):
         """[blocks + 1, block, h] -> [l, n * block, h]"""
         x = x.at[self.index].get(mode="promise_in_bounds")
-        return x.reshape(len(x), -1, x.shape[-1])
+        return x.reshape(x.shape[0], -1, x.shape[-1])
 
     def slices(self, tile: Tile, x: Slices, query) -> Slices:
         """The differentiable arrays of a tile: those of its list head, and its rows of the
@@ -49,4 +49,4 @@ class Entries(NamedTuple):
             return x.at[self.index].add(new, mode="drop")
         # the entries of one list are distinct
         add = lambda i, x: x.at[self.index[i]].add(new[i], mode="drop", unique_indices=True)
-        return schedule.loop(0, len(new), add, x)
+        return schedule.loop(0, new.shape[0], add, x)

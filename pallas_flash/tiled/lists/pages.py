@@ -11,6 +11,7 @@ from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.tiled import quantised
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists.by_query import BY_QUERY
+from pallas_flash.tiled.lists.distinct import distinct
 from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
@@ -27,7 +28,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands, table: PageTable, scale
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]. Keys and values are
     pages, which have `scales` where they are in 8 bits."""
     p, mask = problem, x.resolved_mask
-    x = x._replace(resolved_mask=dataclasses.replace(mask, lists=mask.lists.sorted()))
+    x = x._replace(resolved_mask=dataclasses.replace(mask, lists=distinct(mask.lists)))
     keys, values = (InPages.take(*a) for a in zip((x.key, x.value), scales, strict=True))
 
     def one_head(number, sums: Sums):
