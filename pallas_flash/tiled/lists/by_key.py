@@ -111,4 +111,4 @@ def _put(x, lists, new):
     return x.at[lists].set(new, mode="promise_in_bounds", unique_indices=True)
 
 
-BY_KEY = Walk(each_tile, has_whole_rows=False)
+WALK = Walk(each_tile, has_whole_rows=False)
