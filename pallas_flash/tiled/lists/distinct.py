@@ -17,7 +17,7 @@ def distinct(lists: ResolvedLists) -> ResolvedLists:
     the position of each entry to a table of all blocks, and the last one stays."""
     if hardware.here().platform != "cpu":
         return lists.sorted()
-    at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)
+    at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)[None]
     row = jnp.arange(AT_A_TIME, dtype=jnp.int32)[:, None]
 
     def step(position, entries):
