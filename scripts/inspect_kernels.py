@@ -10,6 +10,7 @@ CALL has the sizes B, T, S, N, K, H and Hv, the dtype, and arguments of flash_at
   'B=2, T=1, S=8192, N=64, K=8, key_value_seq_lengths=[8000, 10]'
   'Hv=64, mask=Window(512, 512) | GlobalTokens(64), implementation="hopper", deterministic=False'
   'is_causal=True, query_segment_ids=np.tile(np.arange(T) // 512, (B, 1))'
+  'K=1, H=576, value=None, value_size=512, mask=KeyLists(array(1, T, 1, 2048, dtype="int32"))'
   'bias=array(1, N, T, S), mask=array(1, 1, T, S, dtype=bool), sinks=array(N, dtype="float32")'
 
 By default B=1, T=4096, S=T, N=16, K=N, H=128, Hv=H, dtype="bfloat16". What pallas_flash.masks and
@@ -187,15 +188,16 @@ def program_of_call(args):
     import jax
 
     from pallas_flash import flash_attention
+    from pallas_flash.masks import KeyLists
 
     floats, others, static = {}, {}, {}
     for name, x in args.call.items():
-        if not hasattr(x, "shape"):
+        if not hasattr(x, "shape") and not isinstance(x, KeyLists):
             static[name] = x
         elif name in ("query", "key", "value", "bias", "sinks"):
             floats[name] = x
         else:
-            others[name] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            others[name] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
     attend = lambda floats, others: flash_attention(**floats, **others, **static)
     if args.forward:
         return attend, floats, others

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import MASKS, Sizes, arguments, qkv
+from cases import MASKS, Sizes, arguments, lists, qkv
 from check import cotangents
 
 from pallas_flash import masks, scores
@@ -203,6 +203,12 @@ def joined():
     return dict(mask=unlike | ~prefix)
 
 
+def listed(*sizes, beside=None, z=WIDE):
+    """Lists of keys, as cases.lists, which a table of blocks can say, and a mask beside them."""
+    mask = masks.KeyLists(*lists(np.random.default_rng(sizes), z, *sizes))
+    return dict(mask=mask if beside is None else mask & beside)
+
+
 LONGFORMER = masks.Window(40, 40) | masks.GlobalTokens(4)
 # all keys from the first 70 queries
 HIDDEN = dict(mask=masks.MaskMod(lambda b, h, q, k: (q - k) % 5 * (q // 70) == 2 + h))
@@ -295,6 +301,12 @@ SCORED = {
     "a rule that hides queries, dropout": of_heads(64, HIDDEN, DROPOUT),
     "a rule, heads of 192": of_heads(192, HIDDEN, CAUSAL, dict(query_offset=80), DROPOUT),
     "a rule, heads of 256": of_heads(256, dict(mask=LONGFORMER & masks.Dilated(2))),
+    "lists of blocks": of_heads(64, listed(64, 1, 1, 2), ALL, scored(scores.Alibi)),
+    "lists of blocks by head": of_heads(128, listed(16, 8, 2, 6), OFFSET, DROPOUT, ANY_ORDER),
+    "lists of keys for blocks of queries": of_heads(
+        192, listed(1, 64, 2, 90), LENGTHS, added(1, 1, T, 1), ANY_ORDER
+    ),
+    "lists of blocks and a rule": of_heads(64, listed(100, 70, 1, 2, beside=masks.Dilated(3))),
 }
 
 
@@ -314,6 +326,7 @@ SCORED_ABOVE_256 = {
     "a mask and a bias, heads of 512": of_heads(
         512, added(1, 2, 67, 70), dense(1, 1, 67, 70), z=TINY._replace(B=1)
     ),
+    "lists of blocks, heads of 512": of_heads(512, listed(16, 16, 2, 5, z=SMALL), CAUSAL, z=SMALL),
     "a score_mod, dropout, heads of 320": of_heads(
         320, scored(scores.Alibi), EARLY, DROPOUT, z=TINY
     ),

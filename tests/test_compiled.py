@@ -216,7 +216,7 @@ def test_each_role_of_a_blackwell_kernel_uses_the_registers_that_it_has(gpu, hea
 
 
 # a score_mod reads the head of a row; the values of MLA are columns of the keys; with 32 rows to a
-# key head each warp reads all keys
+# key head each warp reads all keys; keys that lists name are copied row by row
 DECODING = {
     ("hopper", "H200", 64, 64, ""): 222,  # by TMA
     ("hopper", "H200", 128, 128, ""): 297,
@@ -225,6 +225,7 @@ DECODING = {
     ("hopper", "H200", 192, 128, ""): 333,
     ("hopper", "H200", 256, 256, ""): 455,
     ("hopper", "H200", 576, 512, "MLA"): 552,  # of two warpgroups
+    ("hopper", "H200", 576, 512, "MLA, lists"): 552,
     ("hopper", "H200", 512, 512, ""): 417,
     ("ampere", "A100-80GB", 64, 64, ""): 209,
     ("ampere", "A100-80GB", 128, 128, ""): 281,
@@ -233,6 +234,8 @@ DECODING = {
     ("ampere", "A100-80GB", 192, 128, ""): 331,
     ("ampere", "A100-80GB", 256, 256, ""): 401,  # by 16
     ("ampere", "A100-80GB", 576, 512, "MLA"): 411,
+    ("ampere", "A100-80GB", 576, 512, "MLA, lists"): 404,
+    ("ampere", "A100-80GB", 128, 128, "lists"): 518,
     ("ampere", "A100-80GB", 512, 512, ""): 406,
     ("ampere", "RTX-4090", 128, 128, ""): 276,
 }
@@ -240,19 +243,29 @@ DECODING = {
 
 @pytest.mark.parametrize(
     "name, gpu, head, value, mod",
-    whole_but(DECODING, ("hopper", "H200", 128, 128, ""), ("ampere", "A100-80GB", 128, 128, "")),
+    whole_but(
+        DECODING,
+        ("hopper", "H200", 128, 128, ""),
+        ("ampere", "A100-80GB", 128, 128, ""),
+        ("ampere", "A100-80GB", 576, 512, "MLA, lists"),
+    ),
 )
 def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(
     name, gpu, head, value, mod
 ):
-    tokens = 4 if mod == "32 rows" else 1
-    sizes = f"B=2, T={tokens}, S=8192, N=64, K=8, H={head}, Hv={value}"
+    has_lists, is_latent = "lists" in mod, "MLA" in mod
+    tokens = 4 if mod == "32 rows" else 512 if has_lists else 1
+    kv_heads = 1 if has_lists else 8
+    sizes = f"B=2, T={tokens}, S=8192, N=64, K={kv_heads}, H={head}, Hv={value}"
     call = f"implementation='{name}', {sizes}, key_value_seq_lengths=[8000, 10]"
     call += ", score_mod=Alibi([2**-n for n in range(64)])" if mod == "ALiBi" else ""
-    call += f", value=None, value_size={value}" if mod == "MLA" else ""
+    call += f", value=None, value_size={value}" if is_latent else ""
+    call += ", mask=KeyLists(array(2, T, 1, 1000, dtype='int32'))" if has_lists else ""
     found = report(call, "--forward", gpu=gpu)
     (kernel,) = found["kernels"]
-    if mod == "MLA":  # the values are not copied
+    if has_lists:  # in two sorts; the output leaves in 16 bits
+        assert found["temporary_bytes"] < 3 * 4 * 2 * tokens * 1000
+    elif is_latent:  # the values are not copied
         assert found["temporary_bytes"] < 2 * 8192 * 8 * value
     assert kernel["spill_stores"] == kernel["spill_loads"] == 0
     assert kernel["warnings"] == {}

@@ -53,7 +53,8 @@ The others ran the features of the first table together, in two programs for eac
 transformation: a program has all features that the implementation supports, grouped heads, a length
 that no block size divides, values whose head size is not the keys', and the log-sum-exp. Above
 heads of 256 `blockwise` computes the gradients of `blackwell` and `ampere`, and forward mode of all
-three. A union and a complement of masks are the operators `|` and `~`.
+three; where single keys are listed, both of all three. A union and a complement of masks are the
+operators `|` and `~`.
 
 | a call with | {columns} |
 {features}

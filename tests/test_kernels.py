@@ -179,6 +179,7 @@ FAST_SCORED = [
     ("ampere by cp.async", "dropout, heads of 160 and 136"),
     ("ampere by TMA", "a score_mod, dropout"),
     ("ampere by TMA", "a rule by pair"),
+    ("blackwell", "lists of blocks by head"),
 ]
 BY_MMA = [family for family, (name, _) in FAMILIES.items() if name == "ampere"]
 # of heads above 256

@@ -191,3 +191,136 @@ def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(block, monkeypat
     attend = attend_by(indices, block, 1, "blockwise")
     run = jax.grad(lambda q: jnp.sum(attend(q, q, q)))
     assert " sort(" in jax.jit(run).lower(q).compile().as_text()
+
+
+# ---- elsewhere ----
+
+BY = {  # lists of keys, of blocks with a walk by key, and of blocks with a table
+    "by query": (1, 1, "blockwise"),
+    "by key": (16, 1, "blockwise"),
+    "by table": (8, 8, "triton"),
+    "dense": (1, 1, "reference"),
+}
+
+
+@pytest.fixture(params=[name for name in BY if name in (*WALKS, "by table", "dense")])
+def by(request, monkeypatch):
+    """The block, query_block and implementation of a row of BY."""
+    if request.param in WALKS:
+        walking(monkeypatch, request.param)
+    return BY[request.param]
+
+
+def gradients_by(by):
+    block, query_block, implementation = by
+
+    def run(q, k, v, indices):
+        options = dict(is_causal=True, query_offset=9, implementation=implementation)
+        mask = masks.KeyLists(indices, block, query_block)
+        attend = functools.partial(flash_attention, mask=mask, return_residual=True, **options)
+        return value_and_gradients(attend)(q, k, v)
+
+    return run
+
+
+def indices_of(rng, by, L, n=5, **sizes):
+    return lists(rng, Z._replace(**sizes), *by[:2], L, n)[0]
+
+
+@pytest.mark.parametrize(
+    "axes", [(0, 0, 0, 0), (None, None, None, 3), (0, None, 0, None), (1, 0, None, 1)], ids=str
+)
+def test_vmap_goes_over_lists_queries_and_keys_each_or_shares_them(axes, by, rng):
+    x = *qkv(rng, Z), indices_of(rng, by, Z.K)
+    moved = lambda x, axis: x if axis is None else np.stack([x, x[::-1]], axis)
+    pick = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
+    x = [moved(a, axis) for a, axis in zip(x, axes, strict=True)]
+    run = gradients_by(by)
+    found = jax.jit(jax.vmap(run, axes))(*x)
+    for i in range(2):
+        alone = run(*(pick(a, axis, i) for a, axis in zip(x, axes, strict=True)))
+        equal(jax.tree.map(lambda a, i=i: a[i], found), alone)
+
+
+DATA, MODEL = P("data"), P(None, None, "model")
+BOTH = P("data", None, "model")
+PLACES = {  # L, and the places of the query, of keys and values, and of the indices
+    "rows, and a list for each head": ("N", BOTH, BOTH, BOTH),
+    "rows, and a list for each key head": ("K", BOTH, BOTH, BOTH),
+    "rows, and one list": ("1", BOTH, BOTH, DATA),
+    "heads, and lists of all rows": ("N", MODEL, MODEL, MODEL),
+    "query heads of one key head": ("1", BOTH, DATA, DATA),
+    "query heads of one key head, with lists of their own": ("N", BOTH, DATA, BOTH),
+    "the indices on every device": ("K", BOTH, BOTH, P()),
+}
+
+
+@needs_devices
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("name", PLACES)
+def test_on_a_mesh_lists_lie_where_their_rows_and_heads_do_and_nothing_moves(name, kind, by, rng):
+    L, *places, of_lists = PLACES[name]
+    z = Z._replace(B=4, K=1 if "one key head" in name else 2)
+    indices = indices_of(rng, by, dict(N=z.N, K=z.K).get(L, 1), B=1 if "all rows" in name else 4)
+    x, mesh = (*qkv(rng, z), indices), make_mesh(kind, data=2, model=2)
+    specs = places[0], places[1], places[1], of_lists
+    spread = [put(mesh, spec, a)[0] for a, spec in zip(x, specs, strict=True)]
+    run = jax.jit(gradients_by(by))
+    equal(run(*spread), run(*x))
+    text = run.lower(*spread).compile().as_text()
+    assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+
+
+@needs_devices
+@pytest.mark.parametrize("checked", [True, False])
+def test_in_a_shard_map_each_device_has_the_lists_of_its_rows(checked, by, rng):
+    x = *qkv(rng, Z._replace(B=4)), indices_of(rng, by, Z.K, B=4)
+    mesh = make_mesh(AxisType.Auto, data=4)
+    options = dict(mesh=mesh, in_specs=DATA, out_specs=DATA, check_vma=checked)
+    run = gradients_by(by)
+    equal(jax.jit(jax.shard_map(run, **options))(*x), jax.jit(run)(*x))
+
+
+def test_rematted_layers_of_a_scan_have_lists_each(by, rng):
+    x, indices = normal(rng, 2, 19, 4, 8), [indices_of(rng, by, 4, S=19) for _ in range(3)]
+    block, query_block, implementation = by
+
+    def layer(x, indices):
+        mask = masks.KeyLists(indices, block, query_block)
+        return x + flash_attention(x, x, x, mask=mask, implementation=implementation), None
+
+    rematted = lambda x, indices: jax.lax.scan(jax.checkpoint(layer), x, indices)[0]
+    loop = lambda x, indices: functools.reduce(lambda x, i: layer(x, i)[0], indices, x)
+    found, expected = (
+        value_and_gradients(functools.partial(f, indices=i), 0)(x)
+        for f, i in ((rematted, jnp.stack(indices)), (loop, indices))
+    )
+    equal(found, expected)
+
+
+def test_lists_are_a_pytree_of_their_indices_and_compare_and_hash_as_masks_do(rng):
+    indices = indices_of(rng, (8, 8), 1)
+    mask = masks.KeyLists(indices, 8, 8)
+    (leaf,), tree = jax.tree.flatten(mask)
+    assert leaf is indices and jax.tree.unflatten(tree, [leaf]) == mask
+    alike = masks.KeyLists(indices.copy(), block=8, query_block=8)
+    assert mask == alike and hash(mask) == hash(alike)
+    others = masks.KeyLists(indices, 8, 16), masks.KeyLists(indices + 1, 8, 8)
+    assert all(mask != other for other in others) and mask & alike == alike & mask
+    assert repr(mask) == f"KeyLists(int32{list(indices.shape)}, block=8, query_block=8)"
+
+
+def test_calls_with_other_lists_of_equal_shape_share_one_program_which_may_donate_them(rng):
+    traced, x = [], qkv(rng, Z)
+
+    @functools.partial(jax.jit, donate_argnums=3)
+    def run(q, k, v, mask):
+        traced.append(mask)
+        return flash_attention(q, k, v, mask=mask, implementation="blockwise")
+
+    for _ in range(2):
+        indices = indices_of(rng, (1, 1), 1)
+        found = run(*x, masks.KeyLists(jnp.asarray(indices)))
+        seen = oracle.listed(indices, 1, 1, Z.B, Z.N, Z.T, Z.S)
+        equal(found, flash_attention(*x, mask=seen, implementation="reference"))
+    assert len(traced) == 1

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from check import equal
 
-from pallas_flash import flash_attention, paged_cache
+from pallas_flash import flash_attention, masks, paged_cache
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
 CODE = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.S))
@@ -82,12 +82,16 @@ def mla(q, latent, k_rope, w_k, w_v):
     return causal()(q, np.concatenate([k, np.repeat(k_rope, N, 2)], 3), v)
 
 
-def mla_decode(q, cache, length, w_k, w_v):
+LISTS = np.array([[[[3, 0, 7, -1]], [[4, 4, 1, 0]]], [[[9, 2, 10, 11]], [[-1, 5, 11, 0]]]])
+
+
+def mla_decode(q, cache, length, w_k, w_v, chosen=None):
     latent, k_rope = np.split(cache, [w_k.shape[0]], 2)
     k, v = (np.einsum("bsc,cnh->bsnh", latent, w) for w in (w_k, w_v))
     k = np.concatenate([k, np.repeat(k_rope[:, :, None], N, 2)], 3)
     position = length[:, None] - q.shape[1] + np.arange(q.shape[1])
-    return attention(q, k, v, j <= position[:, None, :, None])
+    seen = j <= position[:, None, :, None]
+    return attention(q, k, v, seen if chosen is None else seen & listed(chosen))
 
 
 def triangle_attention(q, k, v, bias, mask, gate):
@@ -138,17 +142,14 @@ def moba(q, k, v, size=2, top=3):
 
 
 def nsa(q, k, v, k_c, v_c, gates, size=2, top=4, window=4):
-    chosen = np.zeros((B, T, K, top), int)
-    for b, t, head in np.ndindex(B, T, K):
-        ended, own = (t + 1) // size, t // size
-        weights = np.full(S // size, -1.0)
-        for n in range(head * N // K, (head + 1) * N // K):
-            e = np.exp(k_c[b, :ended, head].real @ q[b, t, n].real * H**-0.5)
-            weights[:ended] = np.maximum(weights[:ended], 0) + e / e.sum()
-        chosen[b, t, head] = largest(
-            weights, top, forced=np.isin(range(S // size), [0, own - 1, own])
-        )
-    compressed = dense(q, k_c, v_c, (np.arange(S // size) + 1) * size <= i + 1)[0]
+    block, own = np.arange(S // size), i[..., None] // size
+    groups = q.reshape(B, T, K, -1, H)
+    e = np.exp(np.einsum("btkgh,bjkh->btkgj", groups, k_c).real * H**-0.5)
+    e = np.where((block + 1) * size <= i[..., None, None] + 1, e, 0)
+    weights = (e / np.maximum(e.sum(-1, keepdims=True), 1e-300)).sum(3)
+    near = (block == own) | (block == own - 1) | (block == 0)
+    chosen = largest(weights, top, forced=near)
+    compressed = dense(q, k_c, v_c, (block + 1) * size <= i + 1)[0]
     selected = attention(q, k, v, listed(chosen, size) & (j <= i))
     return gates[0] * compressed + gates[1] * selected + gates[2] * within(window)(q, k, v)
 
@@ -406,16 +407,19 @@ def test_a_recipe_is_its_dense_formula_with_its_gradients(case, rng):
     equal(found, (o, expected), 1e-5)
 
 
-@pytest.mark.parametrize("dtype, atol", [("float32", 1e-5), ("int8", 0.05)])
-def test_mla_in_pages_is_the_dense_formula(dtype, atol, rng):
+@pytest.mark.parametrize(
+    "dtype, atol, chosen", [("float32", 1e-5, None), ("int8", 0.05, None), ("float32", 1e-5, LISTS)]
+)
+def test_mla_in_pages_is_the_dense_formula(dtype, atol, chosen, rng):
     shapes = dict(q=(B, 2, N, 7), cache=(B, S, 8), w_k=(6, N, 5), w_v=(6, N, 5))
     x = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     length = np.array([5, 12], np.int32)
-    expected = mla_decode(**x, length=length)
+    expected = mla_decode(**x, length=length, chosen=chosen)
     x = {name: a.astype(np.float32) for name, a in x.items()}
     pool = paged_cache(B, S, 1, 8, pages=4, page=8, dtype=dtype, values_are_keys=True)
     pool = pool.append(x.pop("cache")[:, :, None], None, count=length)
-    equal(NAMESPACE["mla_decode_in_pages"](pool=pool, **x), expected, atol)
+    mask = None if chosen is None else masks.KeyLists(chosen)
+    equal(NAMESPACE["mla_decode_in_pages"](pool=pool, mask=mask, **x), expected, atol)
 
 
 def test_nsa_by_pages_is_the_dense_formula(rng):

@@ -67,6 +67,19 @@ class ResolvedLists:
         table = jnp.zeros_like(x, shape=(B, L, T, self.blocks), dtype=bool)
         return table.at[b[..., None], l[..., None], t[..., None], x].set(True, mode="drop")
 
+    def of_keys(self, table):
+        """A table [.., blocks] for each key, [.., S]."""
+        if self.block == 1:
+            return table
+        return jnp.repeat(table, self.block, axis=-1)[..., : self.keys]
+
+    def any_names(self):
+        """Whether any list of a head names each key: bool [B | 1, L, S]."""
+        x = self.entries.reshape(*self.entries.shape[:2], -1)
+        b, l = jnp.ogrid[: x.shape[0], : x.shape[1]]
+        table = jnp.zeros_like(x, shape=(*x.shape[:2], self.blocks), dtype=bool)
+        return self.of_keys(table.at[b[..., None], l[..., None], x].set(True, mode="drop"))
+
     def visible_pairs(self, heads: int, row, key):
         """Whether the lists of query rows [rows] name the keys [keys]: bool [B | 1, N | 1, rows,
         keys]."""

@@ -114,6 +114,12 @@ class Problem:
         return dataclasses.replace(self, resolved_mask=mask)
 
     @property
+    def without_lists(self) -> "Problem":
+        """The problem without its lists of keys."""
+        mask = dataclasses.replace(self.resolved_mask, lists=None)
+        return dataclasses.replace(self, resolved_mask=mask)
+
+    @property
     def scope(self) -> str:
         """The name of the call in a profile: "flash_attention causal T=1024 S=1024 H=128"."""
         mask = str(self.resolved_mask).replace("/", " ")  # which parts scopes

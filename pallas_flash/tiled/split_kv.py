@@ -53,7 +53,7 @@ def max_rows(head_size: int, values_are_keys: bool) -> int:
     return 2 * MAX_ROWS if values_are_keys and head_size > WIDE else MAX_ROWS
 
 
-def num_splits(problem: Problem, block_k: int, processors: int) -> int:
+def num_splits(problem: Problem, block_k: int, processors: int, min_gain: float = MIN_GAIN) -> int:
     """The fewest splits that keep all processors nearly as busy as the best number would."""
     p = problem
     programs = p.batch * p.kv_heads * schedule.ceil_div(p.queries * p.group, MAX_ROWS)
@@ -62,7 +62,7 @@ def num_splits(problem: Problem, block_k: int, processors: int) -> int:
         n: schedule.ceil_div(programs * n, processors) / n
         for n in range(1, min(most, processors) + 1)
     }
-    return next(n for n in time if time[n] <= MIN_GAIN * min(time.values()))
+    return next(n for n in time if time[n] <= min_gain * min(time.values()))
 
 
 def intervals(problem: Problem, mask: ResolvedMask) -> tuple[jax.Array, jax.Array]:

@@ -238,7 +238,7 @@ def alone(implementation: str, feature: str):
 
 
 def reason(error: NotImplementedError) -> str:
-    found = re.search(r"cannot run this call: (.*)\. The call: ", str(error))
+    found = re.search(r"cannot run this call(?: of \w+)?: (.*)\. The call: ", str(error))
     return found.group(1) if found else str(error)
 
 

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from features.calls import EXPLAINED, INTERPRETED, assert_equal, reason
 
-from pallas_flash import explain, explain_paged, flash_attention, merge_attention, paged_attention
+from pallas_flash import (
+    explain,
+    explain_paged,
+    flash_attention,
+    masks,
+    merge_attention,
+    paged_attention,
+)
 from pallas_flash.accounting import GPUS
 from pallas_flash.tiled import quantised
 from scripts.bench.gpu_code import as_if_on
@@ -76,6 +83,15 @@ def paged(dtype, stored=None):
     return of_pages(*arrays(dtype), stored=stored)
 
 
+def listed(dtype):
+    """Lists of 300 keys for each key head."""
+    case = paged(dtype)
+    chosen = np.random.default_rng(2).integers(-9, 700, (B, 1, K, 300), np.int32)
+    mask = dict(mask=masks.KeyLists(chosen))
+    plain = case.plain_arguments | mask
+    return case._replace(arguments=case.arguments | mask, plain_arguments=plain)
+
+
 def latents(dtype):
     """Keys whose first columns are the values."""
     query, key, _ = arrays(dtype, size=2 * HV)
@@ -126,6 +142,7 @@ DECODING = {
     "pages of float8_e4m3fn": functools.partial(paged, stored=jnp.float8_e4m3fn),
     "pages of float8_e5m2": functools.partial(paged, stored=jnp.float8_e5m2),
     "pages of latents, `value_size`": latents,
+    "pages, lists of single keys": listed,
     "pages, a prompt beside single tokens": ragged,
     "`merge_attention`, with gradients": parts,
 }

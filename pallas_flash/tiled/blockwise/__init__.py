@@ -49,11 +49,11 @@ __all__ = [
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
-    if tiles.lists:
+    if tiles.walks_lists:
         return lists.forward(problem, tiles, x)
     if tiles.decode:
         return decode.forward(problem, tiles.decode, x)
-    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+    p, wide, x = problem.without_lists, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)
@@ -131,9 +131,9 @@ def backward(
     problem: Problem, tiles: Tiles, x: Operands, row_scale: online_softmax.RowScale, do, delta
 ) -> Gradients:
     """Gradients of the operands, given the RowScale and delta of each row."""
-    if tiles.lists:
+    if tiles.walks_lists:
         return lists.backward(problem, tiles, x, row_scale, do, delta)
-    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+    p, wide, x = problem.without_lists, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)
@@ -226,12 +226,12 @@ def backward(
 
 def tangent(problem: Problem, tiles: Tiles, *args):
     """`derivatives.tangent`."""
-    return (lists if tiles.lists else derivatives).tangent(problem, tiles, *args)
+    return (lists if tiles.walks_lists else derivatives).tangent(problem, tiles, *args)
 
 
 def second(problem: Problem, tiles: Tiles, *args):
     """`derivatives.second`."""
-    return (lists if tiles.lists else derivatives).second(problem, tiles, *args)
+    return (lists if tiles.walks_lists else derivatives).second(problem, tiles, *args)
 
 
 def _is_one(key_blocks: list | None) -> bool:

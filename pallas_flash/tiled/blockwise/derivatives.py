@@ -99,7 +99,7 @@ def tangent(
 ):
     """The tangents of o [B, T, N, Hv] and lse [B, N, T] along the tangents dx (None: zero); `dlse`
     is the sinks' part of that of lse."""
-    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+    p, wide, x = problem.without_lists, sums(tiles.dtype), with_block_mask(problem, tiles, x)
     # where dlse o nearly cancels do, an o rounded to 16 bits would leave few digits
     is_wide = o.dtype == wide
 
@@ -156,7 +156,7 @@ def second(
     """The gradient of sum P (dS - dlse) (dP - delta) + P (do dV^T) with respect to the operands and
     to row_scale.inverse_sum. dS and dV come of the tangents dx (None: zero); do is divided by the
     probability that dropout keeps a weight."""
-    p, wide, x = problem, sums(tiles.dtype), with_block_mask(problem, tiles, x)
+    p, wide, x = problem.without_lists, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)

@@ -67,20 +67,22 @@ class HeadSlice(NamedTuple):
     def each_key_block(self, rows: Block, key_blocks, step: Callable, first, start):
         """Runs carry = step(keys, visible, rows_are_finite, carry) for all key blocks. The carry
         begins as `first` where they are static, and as `start` where loops go over them."""
+        mask = self.mask.for_rows(rows, self.key.shape[1])
         if key_blocks is None:
             size, length = self.tiles.block_k, self.problem.keys
-            blocks = self.mask.key_blocks(rows, size, length)
+            blocks = mask.key_blocks(rows, size, length)
 
             def visit(t, carry, masked):
                 keys = block_at(blocks.index(t), size, length)
-                return step(keys, self.mask.visible(rows, keys, masked), False, carry)
+                return step(keys, mask.visible(rows, keys, masked), False, carry)
 
             return blocks.visit(visit, start)
         if not key_blocks:
             return start
-        can_be_finite, carry = self.logits.are_products and self.mask.dense is None, first
+        is_hidden = mask.dense is not None or mask.lists is not None
+        can_be_finite, carry = self.logits.are_products and not is_hidden, first
         for keys, needs_mask, rows_see_one in key_blocks:
-            visible = self.mask.visible(rows, keys, needs_mask)
+            visible = mask.visible(rows, keys, needs_mask)
             carry = step(keys, visible, rows_see_one and can_be_finite, carry)
         return carry
 

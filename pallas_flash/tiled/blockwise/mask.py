@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks import block_types
+from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
@@ -25,6 +26,9 @@ class TileMask(NamedTuple):
     start: IntLike  # [B | 1, T], the interval of keys of each row; a mask_mod may hide some of them
     stop: IntLike
     dense: jax.Array | None  # [B | 1, K | 1, G | 1, T | 1, S | 1]
+    lists: ResolvedLists | None
+    # whether the lists of a query block's rows name the keys, [B | 1, K | 1, G | 1, rows, S]
+    named: jax.Array | None = None
 
     @classmethod
     def take(cls, p: Problem, heads: HeadRange, x: Operands) -> "TileMask":
@@ -36,12 +40,16 @@ class TileMask(NamedTuple):
             mod = dataclasses.replace(mod, block_types=schedule.block_lists(types))
         resolved = dataclasses.replace(resolved, mask_mod=mod)
         start, stop = resolved.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
-        return cls(p.group, resolved, start, stop, dense_tiles(x.mask, heads))
+        lists = resolved.lists
+        if lists is not None:
+            lists = dataclasses.replace(lists, entries=heads.take(lists.entries, 1))
+        resolved = dataclasses.replace(resolved, lists=None)
+        return cls(p.group, resolved, start, stop, dense_tiles(x.mask, heads), lists)
 
     @property
     def has_data(self) -> bool:
-        """Whether the intervals are data, whatever the mask_mod and the lists."""
-        return dataclasses.replace(self.resolved, mask_mod=None, lists=None).has_data
+        """Whether the intervals are data, whatever the mask_mod."""
+        return dataclasses.replace(self.resolved, mask_mod=None).has_data
 
     def zero_blind_rows(self, x):
         """x [B, K, G, T, n] with 0 for rows that see nothing, where there may be NaN."""
@@ -50,7 +58,11 @@ class TileMask(NamedTuple):
         return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0)
 
     def zero_hidden_keys(self, x):
-        """x [B, K, S, n] with 0 for keys beyond every row's interval, where there may be NaN."""
+        """x [B, K, S, n] with 0 for keys beyond every row's interval, and those that no list names,
+        where there may be NaN."""
+        if self.lists is not None:
+            is_named = self._by_head(self.lists.any_names()[:, :, None], x.shape[1]).any((2, 3))
+            x = jnp.where(is_named[..., None], x, 0)
         if not self.has_data:
             return x
         last = jnp.max(jnp.where(self.start < self.stop, self.stop, 0), axis=1, keepdims=True)
@@ -63,10 +75,25 @@ class TileMask(NamedTuple):
             return self.resolved.interval(rows.index[None])
         return tuple(a if isinstance(a, int) else rows.take(a, 1) for a in (self.start, self.stop))
 
+    def for_rows(self, rows: Block, kv_heads: int) -> "TileMask":
+        """This mask with the keys that the lists of a block's rows name."""
+        if self.lists is None:
+            return self
+        named = self.lists.of_keys(self.lists.table(rows.index))
+        return self._replace(named=self._by_head(named, kv_heads))
+
+    def _by_head(self, x, kv_heads: int):
+        """[B | 1, L, rows, S] -> [B | 1, K | 1, G | 1, rows, S], where the heads have L lists."""
+        lists = (kv_heads, -1) if x.shape[1] > 1 else (1, 1)
+        return x.reshape(x.shape[0], *lists, *x.shape[2:])
+
     def visible(self, rows: Block, keys: Block, needs_mask: bool):
         """Whether the rows see the keys, to broadcast against [B, K, rows, keys]; None where they
-        see all. Without `needs_mask` only a dense mask hides keys."""
+        see all. Without `needs_mask` only a dense mask and lists hide keys."""
         dense = None if self.dense is None else dense_tile(self.dense, rows, keys, self.group)
+        if self.named is not None:
+            named = _each_pair(keys.take(self.named, 4), rows, self.group)
+            dense = named if dense is None else dense & named
         if not needs_mask:
             return dense
         sparse = self._inside(rows, keys)
@@ -115,7 +142,11 @@ def dense_tiles(x, heads: HeadRange):
 
 def dense_tile(x, rows: Block, keys: Block, group: int):
     """[B | 1, K | 1, G | 1, T | 1, S | 1] -> [B | 1, K | 1, rows | 1, keys | 1]"""
-    tile = keys.take(rows.take(x, 3), 4)
+    return _each_pair(keys.take(rows.take(x, 3), 4), rows, group)
+
+
+def _each_pair(tile, rows: Block, group: int):
+    """[B | 1, K | 1, G | 1, rows | 1, keys | 1] -> [B | 1, K | 1, rows | 1, keys | 1]"""
     if tile.shape[2:4] != (1, 1):
         tile = jnp.broadcast_to(tile, (*tile.shape[:2], group, rows.size, tile.shape[4]))
     return tile.reshape(*tile.shape[:2], -1, tile.shape[4])
@@ -124,9 +155,10 @@ def dense_tile(x, rows: Block, keys: Block, group: int):
 def with_block_mask(p: Problem, tiles, x: Operands) -> Operands:
     """The operands, with block types in the mask_mod where loops go over blocks of these tiles."""
     mask = x.resolved_mask
+    p, others = p.without_lists, dataclasses.replace(mask, lists=None)
     if mask.mask_mod is None or not p.is_static or static_key_blocks(p, tiles) is not None:
         return x
-    types = schedule.block_types(mask, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
+    types = schedule.block_types(others, p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k)
     if p.queries % tiles.block_q:  # the last block is moved back over the one before it
         xp = np if isinstance(types, np.ndarray) else jnp
         last = block_types.merge(types[:, :, -2:], 2)[:, :, None]

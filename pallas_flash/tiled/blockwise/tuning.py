@@ -16,7 +16,7 @@ from pallas_flash.tiled.blockwise.key_blocks import (
     find_band,
     static_key_blocks,
 )
-from pallas_flash.tiled.lists.tuning import ListTiles, list_tiles
+from pallas_flash.tiled.lists.tuning import DENSE, ListTiles, list_tiles
 from pallas_flash.tiled.schedule import ceil_div, key_range
 
 
@@ -42,12 +42,19 @@ class Tiles(NamedTuple):
     lists: ListTiles | None = None  # of lists of keys, which all passes walk over
 
     @property
+    def walks_lists(self) -> bool:
+        """Whether all passes walk over lists of keys; else these are a mask of the blocks."""
+        return self.lists is not None and self.lists.walk != DENSE
+
+    @property
     def is_wide(self) -> bool:
         return self.dtype in ("float32", "float64")
 
     def __str__(self):
-        if self.lists:
+        if self.walks_lists:
             return f"{self.lists}, in {self.dtype}"
+        if self.lists:
+            return f"{self.lists}: {self._replace(lists=None)}"
         if self.decode:
             rows = "all batch rows" if self.decode.batch is None else "a batch row"
             forward = (
@@ -88,9 +95,10 @@ def tiles(problem: Problem) -> Tiles:
 
 
 def _with_lists(p: Problem) -> Tiles:
-    dtype = _dtype(p)
-    lists = list_tiles(p, dtype, one_at_a_time=_on_cpu() and _is_one_device())
-    return Tiles(p.queries, p.keys, None, dtype, lists=lists)
+    """Tiles for lists of keys: of the walk that takes the least time, or of a mask."""
+    tiles = _tiles(p.without_lists)
+    lists = list_tiles(p, tiles.dtype, one_at_a_time=_on_cpu() and _is_one_device())
+    return tiles._replace(lists=lists)
 
 
 def _dtype(p: Problem) -> str:

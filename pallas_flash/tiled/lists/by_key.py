@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.checks import sums as dtype_of_sums
-from pallas_flash.problem.arguments import Operands
-from pallas_flash.problem.log_base import LogBase
-from pallas_flash.tiled import online_softmax, schedule
-from pallas_flash.tiled.blockwise import softmax
+from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.list_heads import ListHead, Rows
-from pallas_flash.tiled.lists.tile import RowCotangents, Tile
+from pallas_flash.tiled.lists.entries import Entries
+from pallas_flash.tiled.lists.list_heads import ListHead
+from pallas_flash.tiled.lists.tile import Tile
+from pallas_flash.tiled.lists.walk import Walk
 
 
 class InvertedLists(NamedTuple):
@@ -55,81 +53,32 @@ class InvertedLists(NamedTuple):
         return jnp.where(is_list, lists, self.count + place)
 
 
-def each_tile(head: ListHead, tiles: Tiles, step: Callable, by_row, of_rows, sums):
-    """Runs of_rows, sums = step(tile, entry, by_row, of_rows, sums) for all tiles. Arrays of rows,
-    [T, ..], are those of a tile's rows in a step, [1, r, ..]. Returns of_rows and the sums."""
+def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_row):
+    """As `Walk.each_tile`, for all entries and the lists that name them."""
     lists, size = head.problem.resolved_mask.lists, tiles.lists.chunk
     inverted = InvertedLists.of(_visible_entries(head), lists.blocks)
     by_list = lambda x: _split(x, inverted.count + size, lists.query_block)
-    constant = jax.tree.map(by_list, (head.rows, by_row))
+    constant = jax.tree.map(by_list, (head.rows, *by_row))
 
-    def one_entry(entry, carry):
-        keys = entry * lists.block + jnp.arange(lists.block, dtype=jnp.int32)
+    def one_entry(index, carry):
+        entries = Entries(jnp.reshape(index, (1, 1)), False)
+        keys = entries.keys(lists.block)
 
         def one_tile(number, carry):
-            of_rows, sums = carry
-            at = inverted.tile(entry, number, size)
-            rows, by_row, old = jax.tree.map(lambda x: _gather(x, at), (*constant, of_rows))
-            new, sums = step(Tile.take(head, rows, keys[None]), entry, by_row, old, sums)
-            return jax.tree.map(lambda x, new: _put(x, at, new), of_rows, new), sums
+            sums, of_rows = carry
+            at = inverted.tile(index, number, size)
+            gathered = jax.tree.map(lambda x: _gather(x, at), (of_rows, *constant))
+            old, rows, *by_row = gathered
+            tile = Tile.take(head, rows, keys)
+            sums, new = step(sums, old, tile, entries, *by_row)
+            return sums, jax.tree.map(lambda x, new: _put(x, at, new), of_rows, new)
 
-        return schedule.loop(0, inverted.tiles(entry, size), one_tile, carry)
+        return schedule.loop(0, inverted.tiles(index, size), one_tile, carry)
 
-    start = jax.tree.map(by_list, of_rows), sums
-    of_rows, sums = schedule.loop(0, lists.blocks, one_entry, start)
+    start = sums, jax.tree.map(by_list, start)
+    sums, of_rows = schedule.loop(0, lists.blocks, one_entry, start)
     join = lambda x: x.reshape(-1, *x.shape[2:])[: head.problem.queries]
-    return jax.tree.map(join, of_rows), sums
-
-
-def forward(head: ListHead, tiles: Tiles, x: Operands, sums):
-    """o [T, G, Hv] and the SoftmaxState [T, G]."""
-    p, wide = head.problem, dtype_of_sums(tiles.dtype)
-    query = head.by_row(x.query, tiles.dtype) * head.logits.query_factor
-    key, value = head.keys_and_values(x, tiles.dtype)
-
-    def step(tile: Tile, entry, q, of_rows, sums):
-        o, state = of_rows
-        k = key[entry][None]
-        v = k[..., : p.value_size] if value is None else value[entry][None]
-        pv, alpha, state = tile.forward(q, k, v, state)
-        return (o * alpha[..., None] + pv, state), sums
-
-    zeros = jnp.zeros_like(query[..., 0], dtype=wide)
-    start = online_softmax.start(zeros, LogBase.E, head.sinks, p.with_top)
-    o = jnp.zeros_like(query, shape=(*query.shape[:2], p.value_size), dtype=wide)
-    (o, state), sums = each_tile(head, tiles, step, query, (o, start), sums)
-    o = online_softmax.finish(o, state.l, p.kept)
-    m = softmax.scaled_maximum(state.m, head.logits.exponent_scale)
-    return sums, (o.astype(p.dtype), state._replace(m=m))
-
-
-def backward(head: ListHead, tiles: Tiles, x: Operands, row_scale, do, delta, sums):
-    """dq [T, G, H], and the sums with the gradients of keys, values, bias and captured arrays
-    added."""
-    p, logits = head.problem, head.logits
-    query = head.by_row(x.query, tiles.dtype) * logits.query_factor
-    key, value = head.keys_and_values(x, tiles.dtype)
-    row = RowCotangents(row_scale.m, row_scale.inverse_sum, delta, None)
-    by_row = query, head.by_row(do, tiles.dtype), jax.tree.map(head.each_row, row)
-
-    def step(tile: Tile, entry, by_row, dq, sums):
-        (dk, dv), (dbias, captured) = sums
-        q, do, row = by_row
-        k = key[entry][None]
-        v = k[..., : p.value_size] if value is None else value[entry][None]
-        dq_new, dk_new, dv_new, ds, captured = tile.backward(q, k, v, do, row, captured)
-        dk, dv = dk.at[entry].add(dk_new[0]), dv.at[entry].add(dv_new[0])
-        if dbias is not None:
-            dbias = tile.add_bias_gradient(dbias, ds)
-        return dq + dq_new, ((dk, dv), (dbias, captured))
-
-    of_keys, (dbias, captured) = sums
-    whole = dbias
-    sums = of_keys, (None if dbias is None else head.dense(dbias), captured)
-    dq = jnp.zeros_like(query, dtype=dtype_of_sums(tiles.dtype))
-    dq, (of_keys, (dbias, captured)) = each_tile(head, tiles, step, by_row, dq, sums)
-    dbias = None if dbias is None else head.put_dense(whole, dbias)
-    return (of_keys, (dbias, captured)), dq
+    return sums, jax.tree.map(join, of_rows)
 
 
 def _visible_entries(head: ListHead):
@@ -161,3 +110,6 @@ def _put(x, lists, new):
     """x [lists, query_block, ..] with `new` [1, r, ..] in place of the rows of these lists."""
     new = new.reshape(len(lists), *x.shape[1:]).astype(x.dtype)
     return x.at[lists].set(new, mode="promise_in_bounds", unique_indices=True)
+
+
+BY_KEY = Walk(each_tile, has_whole_rows=False)

@@ -46,7 +46,7 @@ class ListHead(NamedTuple):
         key_head = HeadRange(row, 1, head * p.kv_heads // per_row, 1, p.kv_heads)
         entries = (heads if lists.shape[1] == per_row else key_head).take(lists, 1)[0, 0]
         entries = jnp.minimum(entries, p.resolved_mask.lists.blocks)
-        mask = TileMask.take(p, heads, x)
+        mask = TileMask.take(p, heads, x)._replace(lists=None)
         sinks = None if x.sinks is None else heads.take(x.sinks[None], 1)[0]
         logits = Logits.take(p, tiles, heads, x)
         return cls(p, heads, key_head, entries, _rows(p, mask), mask, logits, sinks)

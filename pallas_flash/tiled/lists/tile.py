@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash import dropout
 from pallas_flash.checks import sums
 from pallas_flash.mods.bound import BoundMod
-from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise import softmax
 from pallas_flash.tiled.blockwise.derivatives import Slices
@@ -77,13 +77,6 @@ class Tile(NamedTuple):
         keeps = dropout.keeps(self.head.problem.dropped, first, second, *self.row_and_key)
         return jnp.where(keeps, weights, 0)
 
-    def start(self, q) -> SoftmaxState | None:
-        """The SoftmaxState before any key; None without sinks."""
-        if (sinks := self.head.sinks) is None:
-            return None
-        zeros = jnp.zeros_like(q[..., 0], dtype=sums(q.dtype))
-        return online_softmax.start(zeros, LogBase.E, sinks, self.head.problem.with_top)
-
     def forward(self, q, k, v, state: SoftmaxState | None):
         """Adds the keys to the rows' SoftmaxState; None: they are the first. Returns P V, the
         factor of earlier sums, or None, and the new state."""
@@ -105,7 +98,7 @@ class Tile(NamedTuple):
         delta = softmax.delta(p, dp, visible) - row.dlse if is_whole_row else row.delta
         p, ds = online_softmax.gradients(p, dp - delta, visible, tanh)
         ds, captured = back(ds, captured) if back else (ds, captured)
-        low, weights = ds.astype(q.dtype), self.drop(p).astype(q.dtype)
+        low, weights = lax.optimization_barrier((ds.astype(q.dtype), self.drop(p).astype(q.dtype)))
         return dot(low, k), dot_over_rows(low, q), dot_over_rows(weights, do), ds, captured
 
     def with_tangent(self, x: Slices, dx: Slices, m, inverse_sum):
@@ -123,11 +116,11 @@ class Tile(NamedTuple):
         """The sums (P dS) V + P dV, P dS and P V over the tile's keys."""
         p, weights = self.with_tangent(x, dx, m, inverse_sum)
         kept = self.drop(p)
-        do = 0.0 if dx.value is None else dot(kept, dx.value)
+        o = dot(kept, x.value)
+        do = jnp.zeros_like(o) if dx.value is None else dot(kept, dx.value)
         if weights is None:
-            return do, 0.0, dot(kept, x.value)
-        do = do + dot(self.drop(weights), x.value)
-        return do, jnp.sum(weights, -1, keepdims=True), dot(kept, x.value)
+            return do, jnp.zeros_like(o[..., :1]), o
+        return do + dot(self.drop(weights), x.value), jnp.sum(weights, -1, keepdims=True), o
 
     def second(self, x: Slices, dx: Slices, do, row: "RowCotangents"):
         """The gradients of sum P (dS - dlse) (dP - delta) + P (do dV^T) with respect to x and to

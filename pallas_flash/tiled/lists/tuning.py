@@ -12,21 +12,33 @@ CHUNK_BYTES = 2**22
 GPU_CHUNK_BYTES = 2**28  # of those of all heads
 
 
+DENSE = "dense"
+
+
 class ListTiles(NamedTuple):
     """Tiles of a walk over lists of keys."""
 
     names: str  # what the lists name, in words
-    walk: str  # a name in lists.WALKS
+    walk: (
+        str  # a name in lists.WALKS; DENSE: blockwise visits blocks, of which the lists are a mask
+    )
     chunk: int  # lists at a time
-    queries: int  # of a chunk
+    query_block: int
     at_once: bool  # whether all heads go at once; else one list head after the other
     # whether a step of a sum by keys adds the rows of one list, which are distinct: else two of its
     # additions may change places
     in_order: bool
 
     def __str__(self):
-        queries = "1 query" if self.queries == 1 else f"{self.queries} queries"
-        return f"{self.names}, gathered, {queries} at a time"
+        if self.walk == DENSE:
+            return f"{self.names}, as a mask"
+        queries = self.chunk * self.query_block
+        at_a_time = "1 query" if queries == 1 else f"{queries} queries"
+        return f"{self.names}, gathered, {at_a_time} at a time"
+
+    def for_calls(self, calls: int) -> "ListTiles":
+        """The tiles of so many calls side by side."""
+        return self._replace(chunk=max(self.chunk // calls, 1))
 
 
 def list_tiles(p: Problem, dtype: str, one_at_a_time: bool) -> ListTiles:
@@ -42,9 +54,9 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool) -> ListTiles:
         chunk = min(max(most // max(list_bytes, 1), 1), chunk)
     return ListTiles(
         str(lists),
-        "by query",
-        chunk,
-        chunk * lists.query_block,
+        walk="by query",
+        chunk=chunk,
+        query_block=lists.query_block,
         at_once=not one_at_a_time,
         in_order=p.deterministic and not on_cpu,
     )

@@ -6,7 +6,8 @@ from jax import lax
 
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.by_query import Entries, each_chunk
+from pallas_flash.tiled.lists.by_query import BY_QUERY
+from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead, list_heads
 from pallas_flash.tiled.lists.tile import Tile
 
@@ -36,9 +37,9 @@ def _of_head(head: ListHead, tiles: Tiles, x: Operands, lse):
     query = head.queries(x.query, tiles.dtype)
     key = head.by_block(x.key, tiles.dtype)
 
-    def step(nothing, tile: Tile, entries: Entries, q, lse):
+    def step(nothing, _, tile: Tile, entries: Entries, q, lse):
         s = logits.of_products(*tile.products(q, entries.gather(key)))
         p = jnp.where(tile.visible, jnp.exp(s * logits.exponent_scale - lse), 0)
         return nothing, jnp.sum(p, 2)
 
-    return each_chunk(head, tiles, step, (), query, head.each_row(lse))[1]
+    return BY_QUERY.each_tile(head, tiles, step, (), None, query, head.each_row(lse))[1]
