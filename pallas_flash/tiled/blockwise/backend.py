@@ -15,6 +15,7 @@ from pallas_flash.tiled.online_softmax import RowLse
 def _paged_tiles(problem: Problem, pages: Pages):
     if problem.resolved_mask.lists is not None:
         tiles, wide = blockwise.tiles(problem), jnp.dtype(sums(problem.dtype)).name
+        tiles = tiles._replace(lists=tiles.lists._replace(walk="by query"))
         # 16 bits would round the products of keys and their scales
         return tiles._replace(dtype=wide) if pages.stored else tiles
     return blockwise.decode_tiles(problem, pages.page)
