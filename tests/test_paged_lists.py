@@ -3,18 +3,36 @@
 import functools
 from itertools import pairwise
 
+import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from check import equal
-from decoding import PAGES, B, H, K, N, T, calls, equal_the_oracle, ints, normal, pool, seen
+from decoding import (
+    MOSAIC,
+    PAGES,
+    B,
+    H,
+    K,
+    N,
+    T,
+    calls,
+    equal_the_oracle,
+    ints,
+    needs_interpreter,
+    normal,
+    pool,
+    seen,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
+from selection import whole_but
 
 from pallas_flash import masks, paged_attention, paged_cache
+from pallas_flash.tiled import split_kv
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 PAGE = 8
@@ -99,6 +117,43 @@ def test_listed_keys_in_8_bits_equal_the_oracle_on_what_they_stand_for(query, st
     found = paged_attention(q, **call, mask=masks.KeyLists(indices), return_residual=True)
     rows = [np.nan_to_num(x.astype(np.float32)) for x in rows]
     equal_the_oracle(found, q, rows, mask=is_named, **seen(lengths, T))
+
+
+# block, query_block, L; and 8 bits
+BY_MOSAIC = {
+    "keys": ((1, 1, 1), None),
+    "keys in int8, for heads": ((1, 1, N), "int8"),
+    "blocks of 4 keys in float8, for 2 queries": ((4, 2, K), "float8_e4m3fn"),
+    "blocks of 16 keys, of two pages": ((16, 4, K), None),
+}
+
+
+@pytest.mark.gpu
+@needs_interpreter
+@pytest.mark.parametrize(
+    "implementation, name",
+    whole_but(
+        [(implementation, name) for name in BY_MOSAIC for implementation in MOSAIC],
+        ("hopper", "blocks of 16 keys, of two pages"),
+        ("ampere", "keys in int8, for heads"),
+    ),
+)
+def test_by_mosaic_listed_keys_equal_the_oracle_without_a_race(
+    implementation, name, rng, monkeypatch
+):
+    (block, query_block, L), stored = BY_MOSAIC[name]
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
+    lengths = ints(29, 48, 9)
+    call, rows = pool(rng, PAGE, lengths, PAGES, (64, 64), "bfloat16", stored)
+    q, indices = normal(rng, B, T, N, 64, dtype="bfloat16"), draw_lists(rng, block, query_block, L)
+    is_named = named(indices, block, query_block)
+    call = hide_unlisted(call, is_named)
+    lists = masks.KeyLists(indices, block, query_block)
+    with gpu_interpreter.kernels(implementation, detect_races=True) as races:
+        found = paged_attention(q, **call, mask=lists, implementation=implementation, **ALL)
+    rows = [np.nan_to_num(x.astype(np.float32)) for x in rows]
+    equal_the_oracle(found, q, rows, mask=is_named, **seen(lengths, T))
+    assert not races.found
 
 
 def test_values_that_are_columns_of_listed_keys_and_a_score_mod(rng):
