@@ -182,13 +182,12 @@ def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("block", [1, 16])
-def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(block, monkeypatch, rng):
+def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(monkeypatch, rng):
     """XLA would sort constants while it compiles, for seconds."""
-    monkeypatch.undo()  # small_tiles
+    block, implementation = 16, walking(monkeypatch, "by key")
     q = jax.ShapeDtypeStruct((1, 512, 1, 8), jnp.float32)
     indices = rng.integers(-1, 512 // block, (1, 512, 1, 64)).astype(np.int32)
-    attend = attend_by(indices, block, 1, "blockwise")
+    attend = attend_by(indices, block, 1, implementation)
     run = jax.grad(lambda q: jnp.sum(attend(q, q, q)))
     assert " sort(" in jax.jit(run).lower(q).compile().as_text()
 
