@@ -20,6 +20,7 @@ from pallas_flash.problem.call import ListedWeightsCall
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import weights as list_weights
+from pallas_flash.tiled.lists.costs import BY_QUERY
 
 
 def listed_weights(
@@ -74,8 +75,8 @@ def listed_weights(
     indices = _indices(lists)
     if "mask" in options:
         raise TypeError("listed_weights takes other masks joined with lists: lists & mask.")
-    options["value_size"] = None  # the keys stand for values, which nobody reads
-    call, return_residual = attention.make_call(query, key, key, bias, lists, **options)
+    options["value_size"] = 1  # the values, which nobody reads, are columns of the keys
+    call, return_residual = attention.make_call(query, key, None, bias, lists, **options)
     if return_residual or call.return_max_logits:
         raise TypeError(
             "listed_weights returns the weights alone; leave return_residual and return_max_logits "
@@ -118,7 +119,7 @@ def _attend(call: ListedWeightsCall):
     problem, x = arguments.normalise(call)
     lse = call.lse.reshape(problem.batch, problem.queries, problem.heads)
     arrays = lax.stop_gradient((x, lse.astype(checks.sums(problem.dtype))))
-    weights = _weights(problem, tuning.tiles(problem), *arrays)
+    weights = _weights(problem, tuning.tiles(problem, BY_QUERY), *arrays)
     return weights.reshape(*call.query.shape[:-2], *weights.shape[2:]), None, None
 
 

@@ -43,7 +43,7 @@ def way(request, monkeypatch):
 def walking(monkeypatch, walk):
     tiles = blockwise.tiles
 
-    def by_walk(problem):
+    def by_walk(problem, *_):
         found = tiles(problem)
         return found._replace(lists=found.lists and found.lists._replace(walk=walk))
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
+# walks in lists.WALKS, and blockwise with the lists as a mask of its blocks
+BY_QUERY, BY_KEY, DENSE = "by query", "by key", "dense"
+
 ROWS = 256  # of a tile by key; its scores, and what it reads and writes of its rows, stay in caches
 SCORES = 2**16  # of a tile by key
 TILE = 4000  # a step of the loop by key, beside its pairs
@@ -31,16 +34,16 @@ class Pairs(NamedTuple):
 
 
 def costs(p: Problem) -> dict[str, float]:
-    """The cost of each walk, by its name; that of "dense" is blockwise's with lists as a mask."""
+    """The cost of each walk, by its name."""
     lists, pairs = p.resolved_mask.lists, Pairs.count(p)
     _, L, count, n = lists.entries.shape
     rows = list_rows(p)
     tiles = p.heads * lists.query_block // rows * (count * n // lists_of_tile(p) + lists.blocks)
     return {
         # the mask of a pair is evaluated once for the heads that share a list
-        "dense": p.heads * pairs.visible * (1 + 0.5 * L / p.heads),
-        "by query": p.heads * pairs.named * (1.25 + GATHERED_KEY / rows),
-        "by key": p.heads * pairs.named * (1 + ROW / lists.block) + TILE * tiles,
+        DENSE: p.heads * pairs.visible * (1 + 0.5 * L / p.heads),
+        BY_QUERY: p.heads * pairs.named * (1.25 + GATHERED_KEY / rows),
+        BY_KEY: p.heads * pairs.named * (1 + ROW / lists.block) + TILE * tiles,
     }
 
 

@@ -15,9 +15,10 @@ AT_A_TIME = 8  # lists, in a step of a loop
 def distinct(lists: ResolvedLists) -> ResolvedLists:
     """The lists with ResolvedLists.NONE in place of repeated entries. A CPU sorts slowly: it writes
     the position of each entry to a table of all blocks, and the last one stays."""
-    if hardware.here().platform != "cpu":
+    has_symbols = not all(isinstance(n, int) for n in lists.entries.shape)  # of jax.export
+    if has_symbols or hardware.here().platform != "cpu":
         return lists.sorted()
-    at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)
+    at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)[None]
     row = jnp.arange(AT_A_TIME, dtype=jnp.int32)[:, None]
 
     def step(position, entries):
