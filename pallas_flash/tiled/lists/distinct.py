@@ -28,7 +28,7 @@ def distinct(lists: ResolvedLists) -> ResolvedLists:
     flat = lists.entries.reshape(-1, at.size)
     count = schedule.ceil_div(len(flat), AT_A_TIME)
     whole = jnp.pad(flat, ((0, count * AT_A_TIME - len(flat)), (0, 0)))
-    position = jnp.zeros_like(at, shape=(AT_A_TIME, lists.blocks + 1))
+    position = jnp.zeros_like(whole, shape=(AT_A_TIME, lists.blocks + 1))
     _, whole = lax.scan(step, position, whole.reshape(count, AT_A_TIME, -1))
     entries = whole.reshape(-1, at.size)[: len(flat)].reshape(lists.entries.shape)
     return dataclasses.replace(lists, entries=entries)
