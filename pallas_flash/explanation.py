@@ -14,6 +14,7 @@ from pallas_flash.caches import attend, paged
 from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, xla_flags
+from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem import arguments
 from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
@@ -41,6 +42,7 @@ class Explanation:
     # what decoding by kernels reads for each token of a cache and key/value head
     token_bytes: int | None = None
     backward: str | None = None  # the order in which it adds, and why
+    lists: str | None = None  # what becomes of lists of keys, where it gathers none
 
     def __str__(self):
         """The explanation in lines, without the earlier algorithms, which nobody selects by
@@ -51,6 +53,7 @@ class Explanation:
             "call": self.problem,
             "implementation": ", ".join(filter(None, (self.implementation, self.condition))),
             "tiles": self.tiles,
+            "lists": self.lists,
             "derivatives": self.derivatives,
             "backward": self.backward,
             "context": self.context,
@@ -103,6 +106,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         derivatives = in_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
         backward = _backward(choice.backend, taken, call.deterministic)
+        lists = None if taken is problem else _as_table(problem.resolved_mask.lists)
     return Explanation(
         problem,
         choice.backend.name,
@@ -116,6 +120,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         remark,
         bytes_read,
         backward,
+        lists,
     )
 
 
@@ -129,6 +134,15 @@ def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) 
         flag = xla_flags.determinism() or "no flag that asks for determinism"
         why += f", and XLA_FLAGS has {flag}"
     return f"{order}: {why}"
+
+
+def _as_table(lists: ResolvedLists) -> str:
+    """What a table of the lists' blocks shows, in words."""
+    n, blocks = lists.entries.shape[-1], lists.blocks
+    n = min(n, blocks) if isinstance(blocks, int) else n
+    return (
+        f"a table: each names up to {n} of {blocks} blocks, and those that none names are skipped"
+    )
 
 
 def _columns(problem: arguments.Problem, decoding) -> tuple[int, ...]:

@@ -75,8 +75,8 @@ def listed_weights(
     indices = _indices(lists)
     if "mask" in options:
         raise TypeError("listed_weights takes other masks joined with lists: lists & mask.")
-    options["value_size"] = None  # the keys stand for values, which nobody reads
-    call, return_residual = attention.make_call(query, key, key, bias, lists, **options)
+    options["value_size"] = 1  # the values, which nobody reads, are columns of the keys
+    call, return_residual = attention.make_call(query, key, None, bias, lists, **options)
     if return_residual or call.return_max_logits:
         raise TypeError(
             "listed_weights returns the weights alone; leave return_residual and return_max_logits "

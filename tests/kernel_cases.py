@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import MASKS, Sizes, arguments, lists, qkv
+from cases import GATHERED, MASKS, Sizes, arguments, lists, qkv
 from check import cotangents
 
 from pallas_flash import masks, scores
@@ -49,7 +49,7 @@ def named(mask, z, **more):
 # Several tiles of queries and of keys in every family, which hang over both ends unless they are
 # whole: of 256 x 128, 192 x 128 or 64 x 64 pairs, and what lies between
 NARROW, WIDE, SMALL = sizes(203, 309, 64, B=2, N=1), sizes(131, 205, 128, B=2), sizes(67, 131, 128)
-SHORT = sizes(70, 140, 64)
+SHORT, LISTED = sizes(70, 140, 64), sizes(11, 131, 64, B=2, N=4, K=2)
 CAUSAL = dict(is_causal=True)
 OFFSETS = np.array([30, -9], np.int32)
 CAPPED = dict(is_causal=True, logits_soft_cap=2.0)
@@ -118,6 +118,7 @@ CASES = {
     "heads of 192 and 128": Case(sizes(131, 140, 192, 128), CAUSAL),
     "heads of 200 and 136": Case(sizes(37, 53, 200, 136), ANY_ORDER),
     "heads of 256": Case(sizes(131, 140, 256), CAUSAL),
+    "lists of keys": Case(LISTED, lambda rng: GATHERED["lists of keys, causal"](rng, LISTED)),
 }
 
 # wider ones, which not every family knows

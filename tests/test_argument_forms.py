@@ -194,6 +194,33 @@ def test_explain_names_the_implementation_its_tiles_and_why_not_the_others():
     assert "not blockwise   triton was selected by name" in lines
 
 
+@pytest.mark.parametrize(
+    "block, implementation, said",
+    [
+        (
+            1,
+            "blockwise",
+            "tiles           lists of 3 keys, gathered, 5 queries at a time, in float32",
+        ),
+        (
+            1,
+            "blockwise",
+            "not triton      it takes lists as a table of blocks, with block * query_bl",
+        ),
+        (
+            64,
+            "triton",
+            "lists           a table: each names up to 2 of 2 blocks, and those that none",
+        ),
+    ],
+)
+def test_explain_says_what_becomes_of_lists_of_keys(block, implementation, said):
+    q, k = jnp.ones(Q), jnp.ones((2, 100, 2, 8))
+    lists = masks.KeyLists(np.zeros((5, 1, 3), np.int32), block)
+    text = str(explain(q, k, k, mask=lists, implementation=implementation))
+    assert f"\n{said}" in text
+
+
 def test_without_a_gpu_blockwise_is_chosen_and_explain_says_why():
     text = explain(jnp.ones(Q), jnp.ones(K), jnp.ones(K))
     assert text.implementation == "blockwise"

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
-from pallas_flash import paged_cache, scores
+from pallas_flash import masks, paged_cache, scores
 from pallas_flash.flax import FlashAttention
 
 B, LENGTH, SIZE, STEP = 2, 150, 12, 10
@@ -70,6 +70,17 @@ def test_a_cache_gives_what_the_whole_text_gives_however_long(kind, rng):
     assert cache.lengths.tolist() == [LENGTH] * B
     assert kind != "rolling" or cache.key.shape[1] == 128 < LENGTH
     assert kind != "in pages" or cache.users.tolist() == [1] * 38
+
+
+@pytest.mark.parametrize("kind", ["in one piece", "in pages"])
+def test_tokens_in_a_cache_see_those_that_their_lists_name(kind, rng):
+    options, make = KINDS[kind]
+    model, x, new = layer(**options), tokens(rng, 2 * STEP), slice(STEP, None)
+    indices = rng.integers(-1, 2 * STEP, (B, 2 * STEP, 2, 6))
+    expected = model(x, mask=masks.KeyLists(indices))
+    _, cache = model(x[:, :STEP], cache=make(model, 2 * STEP))
+    found, _ = model(x[:, new], mask=masks.KeyLists(indices[:, new]), cache=cache)
+    np.testing.assert_allclose(found, expected[:, new], atol=2e-6)
 
 
 @pytest.mark.parametrize("size, implementation", [(50, None), (10, "reference")])
@@ -220,6 +231,10 @@ REFUSED = {
     "a mask of a rolling cache": (
         "a RollingCache does not support mask",
         (WINDOW, of_steps, dict(mask=np.ones((4, 128), bool))),
+    ),
+    "a mask of pages": (
+        "a PagedCache does not support mask",
+        (PLAIN, of_pages, dict(mask=np.ones((4, 16), bool))),
     ),
     "no window": (
         r"needs a causal layer with local_window_size; this one .* make .* init_cache\(2, max_len",

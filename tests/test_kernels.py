@@ -165,6 +165,7 @@ FAST = [
     "heads of 64 and 128",
     "one query, one key",
     "heads of 256",
+    "lists of keys",  # whose gradients and tangents are blockwise's
 ]
 # of five tiles of columns two consumers own three each
 SHARED_COLUMNS = ("hopper", "heads of 160, soft cap")

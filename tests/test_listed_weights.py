@@ -136,7 +136,7 @@ def test_on_a_mesh_each_device_adds_the_weights_of_its_heads(kind, L, rng):
 
 
 def test_no_array_holds_the_weights_of_each_head_or_all_keys():
-    T, S, N, n, H = 2**15, 2**16, 128, 256, 16
+    T, S, N, n, H = 2**16, 2**16, 128, 256, 16
     shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
     indices = jax.ShapeDtypeStruct((1, T, 1, n), jnp.int32)
     f = lambda q, k, indices, lse: listed_weights(q, k, masks.KeyLists(indices), lse)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from check import TOLERANCE, close, equal
+from check import equal
 from decoding import (
     MOSAIC,
     PAGES,
@@ -29,8 +29,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
+from selection import whole_but
 
 from pallas_flash import masks, paged_attention, paged_cache
+from pallas_flash.tiled import split_kv
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 PAGE = 8
@@ -117,30 +119,45 @@ def test_listed_keys_in_8_bits_equal_the_oracle_on_what_they_stand_for(query, st
     equal_the_oracle(found, q, rows, mask=is_named, **seen(lengths, T))
 
 
-BY_MMA = {  # block, query_block, L; what pages hold; other options
-    "keys": ((1, 1, K), None, {}),
-    "latents": ((1, 1, 1), None, dict(v_pages=None, value_size=32)),
-    "keys in 8 bits": ((1, 1, 1), "int8", {}),
-    "blocks of two pages": ((16, 2, N), None, dict(local_window_size=(20, 0))),
+# block, query_block, L; 8 bits; and how many columns of the keys are the values
+BY_MOSAIC = {
+    "keys": ((1, 1, 1), None, None),
+    "latents": ((1, 1, 1), None, 32),
+    "keys in int8, for heads": ((1, 1, N), "int8", None),
+    "blocks of 4 keys in float8, for 2 queries": ((4, 2, K), "float8_e4m3fn", None),
+    "blocks of 16 keys, of two pages": ((16, 4, K), None, None),
 }
 
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("name", BY_MMA)
-@pytest.mark.parametrize("implementation", MOSAIC)
-def test_by_mma_listed_keys_equal_those_of_blockwise_without_a_race(implementation, name, rng):
-    (block, query_block, L), stored, options = BY_MMA[name]
-    call, _ = pool(rng, PAGE, ints(29, 48, 9), sizes=(64, 64), dtype="float16", stored=stored)
-    indices = draw_lists(rng, block, query_block, L)
-    call = hide_unlisted(call, named(indices, block, query_block)) | options | ALL
-    attend = functools.partial(paged_attention, normal(rng, B, T, N, 64, dtype="float16"), **call)
+@pytest.mark.parametrize(
+    "implementation, name",
+    whole_but(
+        [(implementation, name) for name in BY_MOSAIC for implementation in MOSAIC],
+        ("hopper", "latents"),
+        ("hopper", "blocks of 16 keys, of two pages"),
+        ("ampere", "keys in int8, for heads"),
+    ),
+)
+def test_by_mosaic_listed_keys_equal_the_oracle_without_a_race(
+    implementation, name, rng, monkeypatch
+):
+    (block, query_block, L), stored, value_size = BY_MOSAIC[name]
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
+    lengths = ints(29, 48, 9)
+    call, rows = pool(rng, PAGE, lengths, PAGES, (64, 64), "bfloat16", stored)
+    q, indices = normal(rng, B, T, N, 64, dtype="bfloat16"), draw_lists(rng, block, query_block, L)
+    is_named = named(indices, block, query_block)
+    call = hide_unlisted(call, is_named)
+    rows = [np.nan_to_num(x.astype(np.float32)) for x in rows]
+    if value_size:
+        call |= dict(v_pages=None, value_size=value_size)
+        rows[1] = rows[0][..., :value_size]
     lists = masks.KeyLists(indices, block, query_block)
-    expected = attend(mask=lists, implementation="blockwise")
     with gpu_interpreter.kernels(implementation, detect_races=True) as races:
-        found = attend(mask=lists, implementation=implementation)
-    for x, y, tolerance in zip(found, expected, (TOLERANCE["float16"], 1e-5, 1e-5), strict=True):
-        close(x, y, tolerance, name)
+        found = paged_attention(q, **call, mask=lists, implementation=implementation, **ALL)
+    equal_the_oracle(found, q, rows, mask=is_named, **seen(lengths, T))
     assert not races.found
 
 

@@ -196,7 +196,8 @@ class FlashAttention(nnx.Module):
             they are made of inputs_q.
           inputs_v: [B, S, in_kv_features]: the values are made of it; inputs_k by default.
           mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis
-            counts the cache's slots; with a RollingCache or a PagedCache there must be none.
+            counts the cache's slots; a PagedCache takes a masks.KeyLists alone, a RollingCache
+            none.
           segment_ids: int32 [B, T], for packed documents: tokens see those with their own id.
             RoPE's positions count on from document to document, which changes nothing, since only
             differences within a document matter. Cannot go with a cache, nor with inputs_k, for
