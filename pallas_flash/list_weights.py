@@ -20,6 +20,7 @@ from pallas_flash.problem.call import ListedWeightsCall
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import weights as list_weights
+from pallas_flash.tiled.lists.costs import BY_QUERY
 
 
 def listed_weights(
@@ -118,7 +119,7 @@ def _attend(call: ListedWeightsCall):
     problem, x = arguments.normalise(call)
     lse = call.lse.reshape(problem.batch, problem.queries, problem.heads)
     arrays = lax.stop_gradient((x, lse.astype(checks.sums(problem.dtype))))
-    weights = _weights(problem, tuning.tiles(problem), *arrays)
+    weights = _weights(problem, tuning.tiles(problem, BY_QUERY), *arrays)
     return weights.reshape(*call.query.shape[:-2], *weights.shape[2:]), None, None
 
 

@@ -110,12 +110,13 @@ def small_tiles(monkeypatch):
     # a symbol of jax.export is one block
     at_most_16 = lambda n: min(16, n) if isinstance(n, int) else n
     heads = lambda p: 1 if isinstance(p.batch, int) else None
-    by_lists = lambda p: p.resolved_mask.lists and tiles(p).lists
+    by_lists = lambda p, *walk: p.resolved_mask.lists and tiles(p, *walk).lists
     of, tiles = blockwise.Tiles, blockwise.tiles
     small = lambda p: of(at_most_16(p.queries), at_most_16(p.keys), heads(p), p.dtype, heads(p))
     chunk = lambda p, lists: 3 if p.is_static else lists.chunk
-    lists = lambda p: (known := by_lists(p)) and known._replace(chunk=chunk(p, known))
-    monkeypatch.setattr(blockwise, "tiles", lambda p: small(p)._replace(lists=lists(p)))
+    lists = lambda *walk: (known := by_lists(*walk)) and known._replace(chunk=chunk(walk[0], known))
+    of_walk = lambda p, *walk: small(p)._replace(lists=lists(p, *walk))
+    monkeypatch.setattr(blockwise, "tiles", of_walk)
     monkeypatch.setattr(blockwise.tuning, "SCORES", 1)  # blocks wait for each other
     monkeypatch.setattr(
         triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), *[Tiles(32, 16)] * 2)

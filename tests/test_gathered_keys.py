@@ -38,7 +38,7 @@ CASES = {
     "latents, causal": Case(latents(3, 64), dict(n=70), LAST),
     "latents, 128 heads in splits": Case(latents(2, 128), dict(n=99), splits=2),
     "latents of 512, sinks": Case(
-        latents(3, 16, 512), dict(n=60), LAST | dict(sinks=np.linspace(-1, 1, 16))
+        latents(3, 16, 512), dict(n=60), LAST | dict(sinks=np.linspace(-9, 9, 16))
     ),
     # a key head has 4 rows, which all warps share, or 24
     "a list for all heads, a window": Case(
@@ -48,8 +48,10 @@ CASES = {
         Sizes(2, 3, 113, 48, 2, 128, 128), dict(L=2, n=90), LAST, splits=3
     ),
     "a list for each head": Case(Sizes(2, 3, 113, 4, 2, 64, 64), dict(L=4, n=50)),
-    "blocks of 4 keys, heads of 80 and 48": Case(
-        Sizes(1, 5, 109, 8, 2, 80, 48), dict(block=4, L=2, n=20), LAST
+    "blocks of 4 keys, heads of 80 and 48, sinks": Case(
+        Sizes(1, 5, 109, 8, 2, 80, 48),
+        dict(block=4, L=2, n=20),
+        LAST | dict(sinks=np.append(np.linspace(-1, 5, 7), -np.inf)),
     ),
     "blocks of 3 keys for all batch rows, heads of 160": Case(
         Sizes(2, 3, 109, 32, 1, 160, 160), dict(block=3, n=30, B=1), dict(logits_soft_cap=2.0)
@@ -65,7 +67,10 @@ CASES = {
 }
 FAST = {
     "hopper": ["latents, causal", "lists of 9 queries"],
-    "ampere": ["blocks of 4 keys, heads of 80 and 48", "a list for each key head, in splits"],
+    "ampere": [
+        "blocks of 4 keys, heads of 80 and 48, sinks",
+        "a list for each key head, in splits",
+    ],
 }
 ROWS = [(implementation, name) for name in CASES for implementation in MOSAIC]
 

@@ -38,7 +38,7 @@ def way(request, monkeypatch):
 def walking(monkeypatch, walk):
     tiles = blockwise.tiles
 
-    def by_walk(problem):
+    def by_walk(problem, *_):
         found = tiles(problem)
         return found._replace(lists=found.lists and found.lists._replace(walk=walk))
 
@@ -182,13 +182,12 @@ def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("block", [1, 16])
-def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(block, monkeypatch, rng):
+def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(monkeypatch, rng):
     """XLA would sort constants while it compiles, for seconds."""
-    monkeypatch.undo()  # small_tiles
+    block, implementation = 16, walking(monkeypatch, "by key")
     q = jax.ShapeDtypeStruct((1, 512, 1, 8), jnp.float32)
     indices = rng.integers(-1, 512 // block, (1, 512, 1, 64)).astype(np.int32)
-    attend = attend_by(indices, block, 1, "blockwise")
+    attend = attend_by(indices, block, 1, implementation)
     run = jax.grad(lambda q: jnp.sum(attend(q, q, q)))
     assert " sort(" in jax.jit(run).lower(q).compile().as_text()
 
@@ -267,6 +266,8 @@ def test_on_a_mesh_lists_lie_where_their_rows_and_heads_do_and_nothing_moves(nam
     spread = [put(mesh, spec, a)[0] for a, spec in zip(x, specs, strict=True)]
     run = jax.jit(gradients_by(by))
     equal(run(*spread), run(*x))
+    if by == BY["by table"] and kind == AxisType.Auto:
+        return  # each device has all that a mask_mod may read
     text = run.lower(*spread).compile().as_text()
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
 
@@ -274,6 +275,8 @@ def test_on_a_mesh_lists_lie_where_their_rows_and_heads_do_and_nothing_moves(nam
 @needs_devices
 @pytest.mark.parametrize("checked", [True, False])
 def test_in_a_shard_map_each_device_has_the_lists_of_its_rows(checked, by, rng):
+    if checked and by == BY["by table"]:
+        pytest.skip("jax's interpreter of Triton kernels says not what varies")
     x = *qkv(rng, Z._replace(B=4)), indices_of(rng, by, Z.K, B=4)
     mesh = make_mesh(AxisType.Auto, data=4)
     options = dict(mesh=mesh, in_specs=DATA, out_specs=DATA, check_vma=checked)

@@ -62,10 +62,7 @@ class ResolvedLists:
         """Whether each list names each block of keys: bool [B | 1, L, lists, blocks], of all lists
         or of those of query rows [rows]."""
         x = self.entries if rows is None else self.entries[:, :, rows // self.query_block]
-        B, L, T, _ = x.shape
-        b, l, t = jnp.ogrid[:B, :L, :T]
-        table = jnp.zeros_like(x, shape=(B, L, T, self.blocks), dtype=bool)
-        return table.at[b[..., None], l[..., None], t[..., None], x].set(True, mode="drop")
+        return self._name_blocks(x)
 
     def of_keys(self, table):
         """A table [.., blocks] for each key, [.., S]."""
@@ -76,9 +73,17 @@ class ResolvedLists:
     def any_names(self):
         """Whether any list of a head names each key: bool [B | 1, L, S]."""
         x = self.entries.reshape(*self.entries.shape[:2], -1)
-        b, l = jnp.ogrid[: x.shape[0], : x.shape[1]]
-        table = jnp.zeros_like(x, shape=(*x.shape[:2], self.blocks), dtype=bool)
-        return self.of_keys(table.at[b[..., None], l[..., None], x].set(True, mode="drop"))
+        return self.of_keys(self._name_blocks(x))
+
+    def _name_blocks(self, x):
+        """Whether entries [.., n] name each block: bool [.., blocks]."""
+
+        def of_list(x):
+            table = jnp.zeros_like(x, shape=self.blocks, dtype=bool)
+            return table.at[x].set(True, mode="drop")
+
+        # mapped: XLA sends nothing between the devices of a mesh that hold other lists
+        return jnp.vectorize(of_list, signature="(n)->(m)")(x)
 
     def visible_pairs(self, heads: int, row, key):
         """Whether the lists of query rows [rows] name the keys [keys]: bool [B | 1, N | 1, rows,

@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mma import gather, listed_keys, sliced_k, tile
+from pallas_flash.kernels.mma import listed_keys, sliced_k, tile
+from pallas_flash.kernels.mma.key_blocks import KeyBlocks
 from pallas_flash.kernels.mma.listed_keys import ListTable
 from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (
@@ -39,7 +40,8 @@ from pallas_flash.kernels.mma.tile_sizes import (
     swizzle_of,
     widths,
 )
-from pallas_flash.kernels.mosaic import logits, mods, shared_memory
+from pallas_flash.kernels.mosaic import logits, mods, shared_memory, statistics
+from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.elements import round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import TileMask
@@ -95,6 +97,8 @@ class Inputs(NamedTuple):
     table: PageTable | ListTable | None
     # float32 [B, K, S], factors of the 8-bit numbers of keys, and of values, in shared memory
     scales: tuple
+    # float32 [B | 1, K, rows], less what the logits omit; None: none, or the merge adds them
+    sinks: jax.Array | None
     resolved_mask: ResolvedMask  # of the tokens, with its data by query repeated for tiles
     score_mod: mods.Arrays | None
 
@@ -162,14 +166,15 @@ def _forward(problem: Problem, tiles: DecodeTiles, x: Operands, table, scales):
     inputs = _inputs(p, t, rows, keys, table, scales)
     count = schedule.ceil_div(p.queries, t.block_q)
     splits = p.batch, t.num_splits, p.heads, count * t.block_q
-    # what is still to be multiplied by a share is not yet rounded
-    dtype = p.dtype if t.num_splits == 1 and not problem.sinks else jnp.float32
+    is_merged = t.num_splits > 1 or problem.with_top  # and so multiplied by a share
+    if not is_merged:
+        inputs, x = inputs._replace(sinks=_sinks(problem, x, count)), x._replace(sinks=None)
     o, *stats = launch(
         functools.partial(_kernel, problem=p, tokens=problem.queries, tiles=t),
         inputs,
         programs=p.batch * p.heads * t.num_splits * count,
         out_type=[
-            jax.ShapeDtypeStruct((*splits, t.value_width), dtype),
+            jax.ShapeDtypeStruct((*splits, t.value_width), jnp.float32 if is_merged else p.dtype),
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
         warpgroups=t.warpgroups,
@@ -208,7 +213,17 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inp
     in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
     scales = tuple(map(in_order, scales[:count] if t.stored else ()))
     score_mod = mods.arrays(p, x.score, Tiling(t.block_q, t.block_k, t.block_k))
-    return Inputs(q, kv, keys, table, scales, x.resolved_mask, score_mod)
+    return Inputs(q, kv, keys, table, scales, None, x.resolved_mask, score_mod)
+
+
+def _sinks(p: Problem, x: Operands, tiles: int) -> jax.Array | None:
+    """The sinks of the rows of tiles in registers, [B | 1, K, tiles * ROWS]; -inf: none."""
+    if x.sinks is None:
+        return None
+    of_token = statistics.sinks(p, x).reshape(-1, p.kv_heads, p.group)
+    rows = jnp.tile(of_token, p.queries)
+    missing = tiles * ROWS - rows.shape[2]
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 def _in_order(scales, table: PageTable | ListTable, block_k: int):
@@ -239,25 +254,18 @@ def _kernel(
         keys = schedule.Blocks.from_table(x.keys, b)
     blocks = keys.of_size(t.block_k).split(split, t.num_splits)
     kv = tile.CopyRing(slots, memory.kv_full, t.copies, warpgroups=t.warpgroups)
-    rows_of = _look_up(x, b, t)
+    source = KeyBlocks(x.kv, x.table, t, b, h)
 
-    def load(n, numbers):
-        @pl.when((n < blocks.last) & part.is_first)
-        def _():
-            for ref, slot in zip(x.kv, kv.at(n), strict=True):
-                if t.gathers:
-                    source = x.table.matrix(ref, b, slot.shape[1])
-                    gather.copy_rows(source, numbers, slot, t.swizzle_in_slots)
-                    continue
-                for source, target in _copies(ref, slot, x.table, b, h, n, t):
-                    tile.copy(source, target, kv.full_at(n))
+    def load(n, rows):
+        begin = lambda: source.copy(n, rows, kv.at(n), kv.full_at(n))
+        pl.when((n < blocks.last) & part.is_first)(begin)
 
     q_gmem = x.q.at[b, rows, pl.ds(h * t.width, t.width)]
     if t.copies_q:
         pl.when(part.is_first)(lambda: tile.copy(q_gmem, memory.q, memory.q_full))
     ahead = t.stages - 1
     for n in range(ahead):
-        load(blocks.first + n, rows_of(blocks.first + n))
+        load(blocks.first + n, source.look_up(blocks.first + n))
     mask = _load_mask(ops.LAYOUTS.row, at_batch, b, rows, tokens, p.queries // tokens)
     score_mod = mods.for_head(p.score, x.score_mod, b, h)
     head = logits.Logits(p, ops.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
@@ -268,14 +276,14 @@ def _kernel(
         q = ops.load_global(q_gmem)
 
     def step(n, carry, masked):
-        o, stats, numbers = carry
-        at = head.tile(first_row, _first_key(x.kv[0], x.table, n, t), (t.block_q, t.block_k))
+        o, stats, next_rows = carry
+        at = head.tile(first_row, source.first_key(n), (t.block_q, t.block_k))
         load_scale = lambda ref: at.load_per_key(lambda keys: ref.at[b, h, keys])
         scales = [*map(load_scale, x.scales)] or [None]
         k_scale, v_scale = scales[0], scales[-1]
         block = kv.wait(n, blocks.last - 1 - n)
-        load(n + ahead, numbers)
-        numbers = rows_of(n + 1 + ahead)  # which arrive under the products
+        load(n + ahead, next_rows)
+        next_rows = source.look_up(n + 1 + ahead)  # which arrive under the products
         if t.stored:
             for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
                 narrow = part.of(ref, wide.shape[1])
@@ -298,13 +306,15 @@ def _kernel(
         prob = prob if v_scale is None else prob * ops.by_warp(v_scale)
         prob = tile.as_left(prob.astype(v.dtype))
         if not masked:
-            return ops.dot(o, prob, v), stats, numbers
+            return ops.dot(o, prob, v), stats, next_rows
         start = jnp.maximum(keys.first, unseen)
-        return ops.dot_of_rows(o, prob, v, start - first, keys.last - first), stats, numbers
+        return ops.dot_of_rows(o, prob, v, start - first, keys.last - first), stats, next_rows
 
-    start = online_softmax.start(tile.rows(ROWS, 0.0), p.log_base)
+    start = online_softmax.start(
+        tile.rows(ROWS, 0.0), p.log_base, _load_sinks(x.sinks, b, h, number)
+    )
     zeros = tile.zeros(ROWS, t.value_width // t.warpgroups)
-    o, stats, _ = blocks.visit(step, (zeros, start, rows_of(blocks.first + ahead)))
+    o, stats, _ = blocks.visit(step, (zeros, start, source.look_up(blocks.first + ahead)))
     o_gmem = part.of(o_gmem.at[b, split, h, rows])
     if merge is None:
         o = online_softmax.finish(o, stats.l).astype(o_gmem.dtype)
@@ -315,6 +325,14 @@ def _kernel(
     for gmem, value in zip(stats_gmem, (stats.m, stats.l), strict=True):
         store = functools.partial(tile.store, gmem.at[b, split, h, rows], value)
         pl.when(part.is_first)(store)
+
+
+def _load_sinks(sinks, b, h, number: IntLike):
+    """The sinks of the rows of a tile in registers, or None."""
+    if sinks is None:
+        return None
+    rows = pl.ds(number * ROWS, ROWS)
+    return load(sinks.at[(*broadcast_index(sinks, b, h), rows)], tile.LAYOUTS.row)
 
 
 def _load_mask(layout, mask: ResolvedMask, b, rows, tokens: int, group: int) -> TileMask:
@@ -349,42 +367,3 @@ class ColumnSlice(NamedTuple):
         """The slice of the first `width` columns of a matrix, or of all."""
         size = (ref.shape[1] if width is None else width) // self.count
         return ref.at[:, pl.ds(self.number * size, size)]
-
-
-def _look_up(x: Inputs, b: IntLike, t: DecodeTiles):
-    """A function of n: the rows of global memory that hold the keys of block n of batch row b, or
-    None where they lie in order."""
-    if not t.gathers:
-        return lambda n: None
-    layout = gather.Lanes.of(t.block_k, t.swizzle_in_slots).layout
-    position = iota(t.block_k, layout)
-    return lambda n: x.table.rows(b, n * t.block_k + position, x.kv[0].shape[1], layout)
-
-
-def _first_key(ref, table, n: IntLike, t: DecodeTiles):
-    """The first key of block n: a last block that would hang over the end of the keys begins
-    earlier."""
-    first = n * t.block_k
-    return first if table is not None else jnp.minimum(first, ref.shape[1] - t.block_k)
-
-
-def _copies(ref, slot, table: PageTable | None, b, h, n, t: DecodeTiles) -> list:
-    """(source, target) of each copy that block n of a head's keys or values takes: one for a
-    page."""
-    width = slot.shape[1]
-    if table is None:
-        rows = pl.ds(_first_key(ref, table, n, t), t.block_k)
-        return [(ref.at[b, rows, pl.ds(h * width, width)], slot)]
-    page, last = table.page, table.numbers.shape[1] - 1
-
-    def source(i, first_key, size: int):
-        row, column = table.layout.corner(first_key, h, page, width)
-        number = table.numbers[b, jnp.minimum(i, last)]
-        return ref.at[number, pl.ds(row, size), pl.ds(column, width)]
-
-    if page >= t.block_k:
-        i, within = divmod_(n, page // t.block_k)
-        return [(source(i, within * t.block_k, t.block_k), slot)]
-    return [
-        (source(n * t.copies + i, 0, page), slot.at[pl.ds(i * page, page)]) for i in range(t.copies)
-    ]

@@ -9,13 +9,18 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists import pages as pages_of_lists
+from pallas_flash.tiled.lists.costs import BY_QUERY
 from pallas_flash.tiled.online_softmax import RowLse
+
+
+def _takes_lists(p: Problem) -> bool:
+    """Whether it walks over lists, which it would else read as a table where there is one."""
+    return not p.resolved_mask.lists.has_table or blockwise.tiles(p).walks_lists
 
 
 def _paged_tiles(problem: Problem, pages: Pages):
     if problem.resolved_mask.lists is not None:
-        tiles, wide = blockwise.tiles(problem), jnp.dtype(sums(problem.dtype)).name
-        tiles = tiles._replace(lists=tiles.lists._replace(walk="by query"))
+        tiles, wide = blockwise.tiles(problem, BY_QUERY), jnp.dtype(sums(problem.dtype)).name
         # 16 bits would round the products of keys and their scales
         return tiles._replace(dtype=wide) if pages.stored else tiles
     return blockwise.decode_tiles(problem, pages.page)
@@ -45,7 +50,7 @@ BLOCKWISE = Backend(
     takes_row_scale=True,
     for_gradient=lambda tiles: tiles.for_gradient(),
     for_calls=lambda *args: blockwise.for_calls(*args),
-    takes_lists=lambda p: True,
+    takes_lists=_takes_lists,
     results_like=blockwise.results_like,
 )
 

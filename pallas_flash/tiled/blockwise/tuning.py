@@ -16,7 +16,8 @@ from pallas_flash.tiled.blockwise.key_blocks import (
     find_band,
     static_key_blocks,
 )
-from pallas_flash.tiled.lists.tuning import DENSE, ListTiles, list_tiles
+from pallas_flash.tiled.lists.costs import DENSE
+from pallas_flash.tiled.lists.tuning import ListTiles, list_tiles
 from pallas_flash.tiled.schedule import ceil_div, key_range
 
 
@@ -88,16 +89,17 @@ STEP_BYTES = 2**20  # keys and values of a batch row, to be worth a step of a lo
 DECODE_KEYS = 512  # keys of all heads in a block of decoding: the caches hold them
 
 
-def tiles(problem: Problem) -> Tiles:
+def tiles(problem: Problem, walk: str | None = None) -> Tiles:
+    """The tiles of a problem, and of its lists of keys by the `walk` that takes the least time, or
+    by this one."""
     if problem.resolved_mask.lists is not None:
-        return _with_lists(problem)
+        return _with_lists(problem, walk)
     return _tiles(problem)._replace(decode=decode_tiles(problem) if _decodes(problem) else None)
 
 
-def _with_lists(p: Problem) -> Tiles:
-    """Tiles for lists of keys: of the walk that takes the least time, or of a mask."""
+def _with_lists(p: Problem, walk: str | None) -> Tiles:
     tiles = _tiles(p.without_lists)
-    lists = list_tiles(p, tiles.dtype, one_at_a_time=_on_cpu() and _is_one_device())
+    lists = list_tiles(p, tiles.dtype, _on_cpu() and _is_one_device(), walk)
     return tiles._replace(lists=lists)
 
 

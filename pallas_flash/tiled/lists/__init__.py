@@ -15,9 +15,8 @@ from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists import passes
-from pallas_flash.tiled.lists.by_key import BY_KEY
-from pallas_flash.tiled.lists.by_query import BY_QUERY
+from pallas_flash.tiled.lists import by_key, by_query, passes
+from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY
 from pallas_flash.tiled.lists.distinct import distinct
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
@@ -29,7 +28,7 @@ from pallas_flash.tiled.lists.list_heads import (
 )
 from pallas_flash.tiled.online_softmax import RowScale
 
-WALKS = {"by query": BY_QUERY, "by key": BY_KEY}
+WALKS = {BY_QUERY: by_query.WALK, BY_KEY: by_key.WALK}
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):

@@ -16,7 +16,7 @@ from jax import lax
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists.entries import Entries
-from pallas_flash.tiled.lists.list_heads import ListHead
+from pallas_flash.tiled.lists.list_heads import ListHead, list_heads
 from pallas_flash.tiled.lists.tile import Tile
 from pallas_flash.tiled.lists.walk import Walk
 
@@ -55,10 +55,11 @@ class InvertedLists(NamedTuple):
 
 def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_row):
     """As `Walk.each_tile`, for all entries and the lists that name them."""
-    lists, size = head.problem.resolved_mask.lists, tiles.lists.chunk
+    p, size = head.problem, tiles.lists.chunk
+    lists, group = p.resolved_mask.lists, p.heads // list_heads(p)
     inverted = InvertedLists.of(_visible_entries(head), lists.blocks)
     by_list = lambda x: _split(x, inverted.count + size, lists.query_block)
-    constant = jax.tree.map(by_list, (head.rows, *by_row))
+    all_rows, by_row, start = jax.tree.map(by_list, (head.rows, by_row, start))
 
     def one_entry(index, carry):
         entries = Entries(jnp.reshape(index, (1, 1)), False)
@@ -67,17 +68,15 @@ def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_row
         def one_tile(number, carry):
             sums, of_rows = carry
             at = inverted.tile(index, number, size)
-            gathered = jax.tree.map(lambda x: _gather(x, at), (of_rows, *constant))
-            old, rows, *by_row = gathered
-            tile = Tile.take(head, rows, keys)
-            sums, new = step(sums, old, tile, entries, *by_row)
+            tile = Tile.take(head, jax.tree.map(lambda x: _gather(x, at), all_rows), keys)
+            old, of_tile = jax.tree.map(lambda x: _gather(x, at, group), (of_rows, by_row))
+            sums, new = step(sums, old, tile, entries, *of_tile)
             return sums, jax.tree.map(lambda x, new: _put(x, at, new), of_rows, new)
 
         return schedule.loop(0, inverted.tiles(index, size), one_tile, carry)
 
-    start = sums, jax.tree.map(by_list, start)
-    sums, of_rows = schedule.loop(0, lists.blocks, one_entry, start)
-    join = lambda x: x.reshape(-1, *x.shape[2:])[: head.problem.queries]
+    sums, of_rows = schedule.loop(0, lists.blocks, one_entry, (sums, start))
+    join = lambda x: x.reshape(-1, group, *x.shape[2:])[: p.queries]
     return sums, jax.tree.map(join, of_rows)
 
 
@@ -94,22 +93,22 @@ def _visible_entries(head: ListHead):
 
 
 def _split(x, lists: int, query_block: int):
-    """[T, ..] -> [lists, query_block, ..], with 0 in rows from T on"""
+    """[T, ..] or [T, G, ..] -> [lists, r, ..], with the r rows of each list and 0 beyond T"""
     more = lists * query_block - len(x)
     x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
-    return x.reshape(lists, query_block, *x.shape[1:])
+    return x.reshape(lists, -1, *x.shape[2:])  # XLA would copy it for an axis G of its own
 
 
-def _gather(x, lists):
-    """[lists, query_block, ..] -> [1, r, ..], the rows of these lists"""
+def _gather(x, lists, *group: int):
+    """[lists, r, ..] -> [1, queries, ..] or [1, queries, G, ..], the rows of these lists"""
     x = x.at[lists].get(mode="promise_in_bounds", unique_indices=True)
-    return x.reshape(1, -1, *x.shape[2:])
+    return x.reshape(1, -1, *group, *x.shape[2:])
 
 
 def _put(x, lists, new):
-    """x [lists, query_block, ..] with `new` [1, r, ..] in place of the rows of these lists."""
+    """x [lists, r, ..] with new [1, queries, G, ..] in place of the rows of these lists."""
     new = new.reshape(len(lists), *x.shape[1:]).astype(x.dtype)
     return x.at[lists].set(new, mode="promise_in_bounds", unique_indices=True)
 
 
-BY_KEY = Walk(each_tile, has_whole_rows=False)
+WALK = Walk(each_tile, has_whole_rows=False)

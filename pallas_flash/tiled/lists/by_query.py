@@ -39,4 +39,4 @@ def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, _, *by_row):
     return sums, jax.tree.map(join, of_rows)
 
 
-BY_QUERY = Walk(each_tile, has_whole_rows=True)
+WALK = Walk(each_tile, has_whole_rows=True)

@@ -18,7 +18,7 @@ def distinct(lists: ResolvedLists) -> ResolvedLists:
     has_symbols = not all(isinstance(n, int) for n in lists.entries.shape)  # of jax.export
     if has_symbols or hardware.here().platform != "cpu":
         return lists.sorted()
-    at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)
+    at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)[None]
     row = jnp.arange(AT_A_TIME, dtype=jnp.int32)[:, None]
 
     def step(position, entries):
@@ -29,7 +29,7 @@ def distinct(lists: ResolvedLists) -> ResolvedLists:
     flat = lists.entries.reshape(-1, at.size)
     count = schedule.ceil_div(len(flat), AT_A_TIME)
     whole = jnp.pad(flat, ((0, count * AT_A_TIME - len(flat)), (0, 0)))
-    position = jnp.zeros_like(at, shape=(AT_A_TIME, lists.blocks + 1))
+    position = jnp.zeros_like(flat, shape=(AT_A_TIME, lists.blocks + 1))
     _, whole = lax.scan(step, position, whole.reshape(count, AT_A_TIME, -1))
     entries = whole.reshape(-1, at.size)[: len(flat)].reshape(lists.entries.shape)
     return dataclasses.replace(lists, entries=entries)

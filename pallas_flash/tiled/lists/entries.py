@@ -19,7 +19,7 @@ class Entries(NamedTuple):
 
     def keys(self, block: int):
         """The keys that they name, int32 [l, n * block]."""
-        keys = self.index[..., None] * block + jnp.arange(block, dtype=jnp.int32)
+        keys = self.index[..., None] * block + jnp.arange(block, dtype=jnp.int32)[None, None]
         return keys.reshape(keys.shape[0], -1)
 
     def gather(self, x):

@@ -10,7 +10,7 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.tiled import quantised
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.by_query import BY_QUERY
+from pallas_flash.tiled.lists import by_query
 from pallas_flash.tiled.lists.distinct import distinct
 from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import (
@@ -41,7 +41,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands, table: PageTable, scale
             k = gather(keys)
             return k, k[..., : p.value_size] if p.values_are_keys else gather(values)
 
-        return attend(BY_QUERY, head, tiles, x, read, sums)
+        return attend(by_query.WALK, head, tiles, x, read, sums)
 
     (o, state), _ = each_list_head(p, tiles.lists.at_once, one_head, Sums())
     return from_list_heads(o).astype(x.query.dtype), jax.tree.map(by_head, state)

@@ -36,7 +36,8 @@ def attend(walk: Walk, head: ListHead, tiles: Tiles, x: Operands, read: Callable
 
     def start(q):
         zeros = jnp.zeros_like(q[..., 0], dtype=wide)
-        return online_softmax.start(zeros, LogBase.E, head.sinks, p.with_top)
+        sinks = None if head.sinks is None else jnp.broadcast_to(head.sinks, zeros.shape)
+        return online_softmax.start(zeros, LogBase.E, sinks, p.with_top)
 
     def step(sums, of_rows, tile: Tile, entries: Entries, q):
         first = None if head.sinks is None else start(q)

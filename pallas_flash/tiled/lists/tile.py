@@ -73,7 +73,7 @@ class Tile(NamedTuple):
         """The weights, 0 where dropout drops them."""
         if (seeds := self.head.logits.seeds) is None:
             return weights
-        first, second = seeds[0, 0, :, :1], seeds[0, 0, :, 1:]  # [G, 1]
+        first, second = seeds[..., :1], seeds[..., 1:]  # [1, 1, G, 1]
         keeps = dropout.keeps(self.head.problem.dropped, first, second, *self.row_and_key)
         return jnp.where(keeps, weights, 0)
 

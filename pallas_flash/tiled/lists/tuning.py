@@ -6,22 +6,19 @@ import jax.numpy as jnp
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Problem
+from pallas_flash.tiled.lists import costs
+from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE
 
 # of the keys and values that a chunk of lists names: a CPU's caches hold them
 CHUNK_BYTES = 2**22
 GPU_CHUNK_BYTES = 2**28  # of those of all heads
 
 
-DENSE = "dense"
-
-
 class ListTiles(NamedTuple):
     """Tiles of a walk over lists of keys."""
 
     names: str  # what the lists name, in words
-    walk: (
-        str  # a name in lists.WALKS; DENSE: blockwise visits blocks, of which the lists are a mask
-    )
+    walk: str  # a name in costs.py
     chunk: int  # lists at a time
     query_block: int
     at_once: bool  # whether all heads go at once; else one list head after the other
@@ -34,29 +31,43 @@ class ListTiles(NamedTuple):
             return f"{self.names}, as a mask"
         queries = self.chunk * self.query_block
         at_a_time = "1 query" if queries == 1 else f"{queries} queries"
-        return f"{self.names}, gathered, {at_a_time} at a time"
-
-    def for_calls(self, calls: int) -> "ListTiles":
-        """The tiles of so many calls side by side."""
-        return self._replace(chunk=max(self.chunk // calls, 1))
+        how = "gathered" if self.walk == BY_QUERY else "a block after the other"
+        return f"{self.names}, {how}, {at_a_time} at a time"
 
 
-def list_tiles(p: Problem, dtype: str, one_at_a_time: bool) -> ListTiles:
-    """Tiles of products in this dtype, of one list head at a time or of all."""
+def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = None) -> ListTiles:
+    """Tiles of products in this dtype, of one list head at a time or of all; by default of the walk
+    that takes the least time."""
     lists, on_cpu = p.resolved_mask.lists, hardware.here().platform == "cpu"
+    walk = choose_walk(p, one_at_a_time) if walk is None else walk
+    by_key = walk == BY_KEY
+    return ListTiles(
+        str(lists),
+        walk=walk,
+        chunk=costs.lists_of_tile(p) if by_key else _chunk(p, dtype, one_at_a_time),
+        query_block=lists.query_block,
+        at_once=not one_at_a_time,
+        in_order=p.deterministic and not on_cpu,
+    )
+
+
+def choose_walk(p: Problem, one_at_a_time: bool) -> str:
+    """The walk that takes the least time on a CPU. A GPU gathers lists of keys, since tiles by key
+    would be a loop of small kernels, and reads lists of blocks as a table."""
+    if one_at_a_time and p.is_static:
+        each = costs.costs(p)
+        return min(each, key=each.get)
+    return DENSE if p.resolved_mask.lists.has_table else BY_QUERY
+
+
+def _chunk(p: Problem, dtype: str, one_at_a_time: bool) -> int:
+    """How many lists have their keys gathered at a time."""
+    lists = p.resolved_mask.lists
     columns = p.head_size if p.values_are_keys else p.head_size + p.value_size
     list_bytes = lists.entries.shape[-1] * lists.block * columns * jnp.dtype(dtype).itemsize
     most = CHUNK_BYTES
     if not one_at_a_time:
         most, list_bytes = GPU_CHUNK_BYTES, list_bytes * p.batch * p.kv_heads
-    chunk = lists.entries.shape[2]
-    if p.is_static:  # else all at once: symbols of jax.export cannot be compared
-        chunk = min(max(most // max(list_bytes, 1), 1), chunk)
-    return ListTiles(
-        str(lists),
-        walk="by query",
-        chunk=chunk,
-        query_block=lists.query_block,
-        at_once=not one_at_a_time,
-        in_order=p.deterministic and not on_cpu,
-    )
+    if not p.is_static:  # all at once: symbols of jax.export cannot be compared
+        return lists.entries.shape[2]
+    return min(max(most // max(list_bytes, 1), 1), lists.entries.shape[2])

@@ -6,7 +6,7 @@ from jax import lax
 
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.by_query import BY_QUERY
+from pallas_flash.tiled.lists import by_query
 from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead, list_heads
 from pallas_flash.tiled.lists.tile import Tile
@@ -42,4 +42,4 @@ def _of_head(head: ListHead, tiles: Tiles, x: Operands, lse):
         p = jnp.where(tile.visible, jnp.exp(s * logits.exponent_scale - lse), 0)
         return nothing, jnp.sum(p, 2)
 
-    return BY_QUERY.each_tile(head, tiles, step, (), None, query, head.each_row(lse))[1]
+    return by_query.WALK.each_tile(head, tiles, step, (), None, query, head.each_row(lse))[1]
