@@ -25,6 +25,7 @@ EXTRAS = (
     *("a rule", "a mask", "a bias", "a score_mod", "arrays of a score_mod"),
     *("a soft cap", "segment ids", "lists of keys"),
 )
+LISTED = 100  # entries of a list
 
 
 def extras(problem: Problem) -> list[str]:
@@ -93,8 +94,8 @@ def make_call(
     if "a rule" in extras:
         call |= dict(mask=RULE)
     if "lists of keys" in extras:
-        lists = rng.integers(-1, S + S // 8, (B, T, K, S // 2), np.int32)
-        call |= dict(mask=masks.KeyLists(lists))
+        indices = rng.integers(-1, S, (B, T, 1, LISTED), np.int32)
+        call |= dict(mask=masks.KeyLists(indices))
     if "a bias" in extras:  # the gradient by pair comes from one kernel, that by key from another
         call |= dict(bias=normal(1, N, 1 if sinks else T, S))
     if "a mask" in extras:  # of empty, partial and full blocks
