@@ -47,7 +47,7 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = N
         chunk=costs.lists_of_tile(p) if by_key else _chunk(p, dtype, one_at_a_time),
         query_block=lists.query_block,
         at_once=not one_at_a_time,
-        in_order=p.deterministic and not on_cpu,
+        in_order=not on_cpu,
     )
 
 
