@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from cases import (
     BROADCASTS,
-    GATHERED,
-    GATHERS,
     MASKS,
     SIZES,
     TABLES,
@@ -62,13 +60,6 @@ def test_every_mask_gives_the_oracles_output_and_gradients(name, implementation,
 def test_lists_of_blocks_give_the_oracles_output_and_gradients(name, implementation, rng):
     z = Sizes()
     check(rng, *qkv(rng, z), implementation, **TABLES[name](rng, z))
-
-
-@pytest.mark.parametrize("implementation", GATHERS)
-@pytest.mark.parametrize("name", whole_but(GATHERED, "lists of keys, causal", "lists of 16 keys"))
-def test_lists_of_keys_give_the_oracles_output_and_gradients(name, implementation, rng):
-    z = Sizes()
-    check(rng, *qkv(rng, z), implementation, **GATHERED[name](rng, z))
 
 
 def test_sequences_of_varlen_attend_as_each_does_alone_with_its_last_query_at_its_last_key(rng):

@@ -16,10 +16,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 from selection import whole_but
+from walks import EVERY_WALK, walking
 
 from pallas_flash import flash_attention, masks
+from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.lists import WALKS
+from pallas_flash.tiled.lists.tuning import DENSE
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=5, Hv=3)
@@ -27,23 +29,12 @@ EACH = {**TABLES, **GATHERED}
 equal = functools.partial(check.equal, tolerance=5e-6)
 
 
-@pytest.fixture(params=[*WALKS, "reference"])
+@pytest.fixture(params=[*EVERY_WALK, "reference"])
 def way(request, monkeypatch):
     """The implementation of a walk, or the reference."""
     if request.param == "reference":
         return "reference"
     return walking(monkeypatch, request.param)
-
-
-def walking(monkeypatch, walk):
-    tiles = blockwise.tiles
-
-    def by_walk(problem, *_):
-        found = tiles(problem)
-        return found._replace(lists=found.lists and found.lists._replace(walk=walk))
-
-    monkeypatch.setattr(blockwise, "tiles", by_walk)
-    return "blockwise"
 
 
 # ---- what lists show ----
@@ -125,7 +116,7 @@ def test_in_float64_a_call_is_that_of_the_dense_mask_to_rounding(beside, shape, 
         check.equal(found, run("reference", dense)(floats, along), 1e-12)
 
 
-@pytest.mark.parametrize("walk", WALKS)
+@pytest.mark.parametrize("walk", EVERY_WALK)
 def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit_nor_does_a_second_call(
     walk, monkeypatch, rng
 ):
@@ -182,30 +173,32 @@ def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are
 
 
 @pytest.mark.usefixtures("optimized")
-def test_a_program_sorts_lists_that_it_closes_over_when_it_runs(monkeypatch, rng):
+def test_lists_that_a_program_closes_over_are_sorted_when_it_runs(monkeypatch, rng):
     """XLA would sort constants while it compiles, for seconds."""
-    block, implementation = 16, walking(monkeypatch, "by key")
-    q = jax.ShapeDtypeStruct((1, 512, 1, 8), jnp.float32)
-    indices = rng.integers(-1, 512 // block, (1, 512, 1, 64)).astype(np.int32)
-    attend = attend_by(indices, block, 1, implementation)
-    run = jax.grad(lambda q: jnp.sum(attend(q, q, q)))
-    assert " sort(" in jax.jit(run).lower(q).compile().as_text()
+    indices = np.int32(rng.integers(-1, 512, (1, 1, 512, 64)))
+    of = lambda x: ResolvedLists.of(x, 1, 1, 512)
+    for run in (lambda: of(indices).sorted(), lambda: of(indices).within(of(indices[..., :32]))):
+        assert " sort(" in jax.jit(run).lower().compile().as_text()
+    walking(monkeypatch, "by key")
+    q, attend = jnp.ones((1, 512, 1, 8)), attend_by(np.swapaxes(indices, 1, 2), 1, 1, "blockwise")
+    assert " sort(" in jax.jit(lambda q: attend(q, q, q)).lower(q).compile().as_text()
 
 
 # ---- elsewhere ----
 
-BY = {  # lists of keys, of blocks with a walk by key, and of blocks with a table
+BY = {  # walks over lists of keys and of blocks, a table of blocks, and dense attention
     "by query": (1, 1, "blockwise"),
     "by key": (16, 1, "blockwise"),
+    DENSE: (3, 2, "blockwise"),
     "by table": (8, 8, "triton"),
-    "dense": (1, 1, "reference"),
+    "reference": (1, 1, "reference"),
 }
 
 
-@pytest.fixture(params=[name for name in BY if name in (*WALKS, "by table", "dense")])
+@pytest.fixture(params=BY)
 def by(request, monkeypatch):
     """The block, query_block and implementation of a row of BY."""
-    if request.param in WALKS:
+    if request.param in EVERY_WALK:
         walking(monkeypatch, request.param)
     return BY[request.param]
 

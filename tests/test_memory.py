@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from selection import whole_but
 
 from pallas_flash import context_parallel, flash_attention, masks
 from pallas_flash.devices import ring
@@ -115,6 +116,34 @@ def test_a_call_of_more_rows_than_decode_copies_few_heads_of_a_long_cache(T, mon
     offset = jax.ShapeDtypeStruct((1,), jnp.int32)
     copies = 2 * K * S * H * 4  # of the keys and values of all heads
     assert attend_bytes(q, k, offset, is_causal=True) < copies * 3 / 4
+
+
+# T, N, K, the sizes of keys and values, the block of a list and how many there are
+BY_LISTS = {
+    "2048 keys of 8192, latents": (8192, 8, 1, 192, 128, 1, 2048),
+    "512 keys of 4096, latents": (4096, 8, 1, 192, 128, 1, 512),
+    "16 blocks of 64, a group of 16": (4096, 16, 1, 64, 64, 64, 16),
+    "3 blocks of 512": (4096, 4, 4, 64, 64, 512, 3),
+}
+
+
+@pytest.mark.parametrize("name", whole_but(BY_LISTS, "16 blocks of 64, a group of 16"))
+def test_lists_take_no_more_memory_than_causality_and_two_copies_of_them(name, monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    T, N, K, H, Hv, block, n = BY_LISTS[name]
+    shapes = (1, T, N, H), (1, T, K, H), (1, T, K, Hv), (1, T, K, n), (1, T, N, Hv)
+    x = list(map(jax.ShapeDtypeStruct, shapes, (*[jnp.float32] * 3, jnp.int32, jnp.float32)))
+
+    def temporaries(make_mask):
+        def both(q, k, v, indices, do):
+            options = dict(mask=make_mask(indices), is_causal=True, implementation="blockwise")
+            o, pull = jax.vjp(functools.partial(flash_attention, **options), q, k, v)
+            return o, pull(do)
+
+        return jax.jit(both).lower(*x).compile().memory_analysis().temp_size_in_bytes
+
+    by_lists = temporaries(lambda indices: masks.KeyLists(indices, block))
+    assert by_lists <= temporaries(lambda _: None) + 2 * 4 * T * K * n
 
 
 # ---- a sequence on eight devices ----

@@ -120,6 +120,7 @@ FAULTS = {  # problem, its scheme behind "deterministic", a fault, sizes, what i
             "a score_mod": ignores("score"),
             "a soft cap": ignores("soft_cap"),
             "segment ids": with_mask(query_ids=None, key_ids=None),
+            "lists of keys": with_mask(lists=None),
         }.items()
     },
     "the gradient of a bias": (

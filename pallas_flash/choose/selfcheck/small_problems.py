@@ -23,15 +23,16 @@ SOFT_CAP = 2.0  # near the logits
 # each makes another variant
 EXTRAS = (
     *("a rule", "a mask", "a bias", "a score_mod", "arrays of a score_mod"),
-    *("a soft cap", "segment ids"),
+    *("a soft cap", "segment ids", "lists of keys"),
 )
+LISTED = 100  # entries of a list
 
 
 def extras(problem: Problem) -> list[str]:
     """The names in EXTRAS that apply to the problem."""
-    p, ids = problem, problem.resolved_mask.query_ids
+    p, mask = problem, problem.resolved_mask
     arrays = (p.score and p.score.tables) or None
-    has = p.resolved_mask.mask_mod, p.mask, p.bias, p.score, arrays, p.soft_cap, ids
+    has = mask.mask_mod, p.mask, p.bias, p.score, arrays, p.soft_cap, mask.query_ids, mask.lists
     return [name for name, x in zip(EXTRAS, has, strict=True) if x is not None]
 
 
@@ -41,7 +42,8 @@ def widths(problem: Problem) -> list[int]:
 
 def reads_keys_alone(problem: Problem) -> bool:
     """Whether values may be read as keys; elsewhere they are copied."""
-    return problem.values_are_keys and split_kv.is_decoding(problem)
+    has_lists = problem.resolved_mask.lists is not None
+    return problem.values_are_keys and (has_lists or split_kv.is_decoding(problem))
 
 
 def all_sizes(problem: Problem, **changed: int) -> list[dict[str, int]]:
@@ -50,6 +52,8 @@ def all_sizes(problem: Problem, **changed: int) -> list[dict[str, int]]:
     sizes = SIZES | changed
     if split_kv.is_decoding(problem):
         return [sizes | dict(queries=3, sinks=True)]
+    if problem.resolved_mask.lists is not None:  # of so many queries that keys are not split
+        return [sizes | dict(queries=131, sinks=True)]
     processors = hardware.processors()
     many = dict(batch=1, queries=509, heads=2 * processors, kv_heads=processors, sinks=True)
     return [sizes, sizes | many]
@@ -89,6 +93,9 @@ def make_call(
         call |= dict(dropout_rng=jax.random.key(0))
     if "a rule" in extras:
         call |= dict(mask=RULE)
+    if "lists of keys" in extras:
+        indices = rng.integers(-1, S, (B, T, 1, LISTED), np.int32)
+        call |= dict(mask=masks.KeyLists(indices))
     if "a bias" in extras:  # the gradient by pair comes from one kernel, that by key from another
         call |= dict(bias=normal(1, N, 1 if sinks else T, S))
     if "a mask" in extras:  # of empty, partial and full blocks

@@ -9,9 +9,9 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled.lists import costs
 from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE, TABLE
 
-# of the keys and values that a chunk of lists names: a CPU's caches hold them
-CHUNK_BYTES = 2**22
-GPU_CHUNK_BYTES = 2**28  # of those of all heads
+# of the keys and values that a chunk of lists names, and its scores: a CPU's caches hold them
+CHUNK_BYTES, CHUNK_SCORES = 2**22, 2**17
+GPU_CHUNK_BYTES = 2**28  # of keys and values of all heads
 
 
 class ListTiles(NamedTuple):
@@ -47,7 +47,7 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = N
         chunk=costs.lists_of_tile(p) if by_key else _chunk(p, dtype, one_at_a_time),
         query_block=lists.query_block,
         at_once=not one_at_a_time,
-        in_order=p.deterministic and not on_cpu,
+        in_order=not on_cpu,
     )
 
 
@@ -65,9 +65,11 @@ def _chunk(p: Problem, dtype: str, one_at_a_time: bool) -> int:
     lists = p.resolved_mask.lists
     columns = p.head_size if p.values_are_keys else p.head_size + p.value_size
     list_bytes = lists.entries.shape[-1] * lists.block * columns * jnp.dtype(dtype).itemsize
-    most = CHUNK_BYTES
-    if not one_at_a_time:
-        most, list_bytes = GPU_CHUNK_BYTES, list_bytes * p.batch * p.kv_heads
     if not p.is_static:  # all at once: symbols of jax.export cannot be compared
         return lists.entries.shape[2]
-    return min(max(most // max(list_bytes, 1), 1), lists.entries.shape[2])
+    if one_at_a_time:
+        scores = costs.list_rows(p) * lists.entries.shape[-1] * lists.block
+        most = min(CHUNK_BYTES // max(list_bytes, 1), CHUNK_SCORES // max(scores, 1))
+    else:
+        most = GPU_CHUNK_BYTES // max(list_bytes * p.batch * p.kv_heads, 1)
+    return min(max(most, 1), lists.entries.shape[2])
