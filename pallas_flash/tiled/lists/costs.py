@@ -1,5 +1,5 @@
-"""What the walks over lists of keys cost on a CPU: their time in that of a pair of a query and a key
-in blockwise under a mask. Measurements: results.md#lists."""
+"""What the walks over lists of keys cost on a CPU, in units of the time that blockwise takes for a
+pair of a query and a key under a mask. Measurements: results.md#lists."""
 
 from typing import NamedTuple
 
