@@ -16,6 +16,8 @@ from selection import whole_but
 
 from pallas_flash import explain, flash_attention, masks
 from pallas_flash.accounting import GPUS
+from pallas_flash.choose import implementations
+from pallas_flash.choose.selfcheck import small_problems, verdicts
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
@@ -166,3 +168,15 @@ def test_explain_says_that_keys_are_gathered_or_why_not(name):
     with as_if_on(GPUS["A100-80GB"]):
         found = explain(q, k, v, **options)
     assert said in (found.why_not.get("ampere") or str(found.tiles))
+
+
+@needs_interpreter
+def test_the_self_check_of_lists_gathers_keys():
+    q, k = (jax.ShapeDtypeStruct((1, *n, 64), jnp.bfloat16) for n in ((64, 8), (700, 2)))
+    hopper = implementations.find("hopper")
+    with gpu_interpreter.hopper_kernels():
+        problem = explain(q, k, k, mask=TOKENS, implementation="hopper").problem
+        assert str(verdicts.variant_of(hopper, problem)).endswith("deterministic, lists of keys")
+        (sizes,) = small_problems.all_sizes(problem)
+        small, *_ = small_problems.make(problem, sizes | dict(queries=3))
+        assert hopper.tiles_like(hopper.tiles(problem), small).decode.gathers

@@ -52,8 +52,8 @@ def all_sizes(problem: Problem, **changed: int) -> list[dict[str, int]]:
     sizes = SIZES | changed
     if split_kv.is_decoding(problem):
         return [sizes | dict(queries=3, sinks=True)]
-    if problem.resolved_mask.lists is not None:
-        return [sizes | dict(queries=37, sinks=True)]
+    if problem.resolved_mask.lists is not None:  # of so many queries that keys are not split
+        return [sizes | dict(queries=131, sinks=True)]
     processors = hardware.processors()
     many = dict(batch=1, queries=509, heads=2 * processors, kv_heads=processors, sinks=True)
     return [sizes, sizes | many]
