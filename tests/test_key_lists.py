@@ -2,6 +2,7 @@
 under transformations."""
 
 import functools
+import operator
 import re
 
 import check
@@ -12,6 +13,7 @@ import oracle
 import pytest
 from cases import GATHERED, TABLES, Sizes, bias, lists, normal, qkv
 from check import program, value_and_gradients
+from drawn_masks import Drawn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
@@ -45,14 +47,23 @@ FAST = "lists, documents, a prefix", "lists of keys, causal", "lists of 32 keys,
 @pytest.mark.parametrize("name", whole_but(EACH, *FAST))
 def test_each_walk_gives_the_oracles_output_and_gradients(name, way, rng):
     z = Sizes()
-    sinks = dict(sinks=normal(rng, z.N)) if "s, " in name else {}
+    sinks = dict(sinks=normal(rng, z.N)) if "causal" in name else {}
     check.check(rng, *qkv(rng, z), way, **EACH[name](rng, z), **sinks)
+
+
+def test_lists_joined_by_and_show_the_keys_that_all_of_them_name(way, rng):
+    several = (3, 2, 1, 20), (3, 2, Z.K, 30, 1), (3, 2, Z.N, 25), (16, 8, 1, 3)
+    named = [lists(rng, Z, *sizes) for sizes in several]
+    seen = np.logical_and.reduce([oracle.listed(*x, Z.B, Z.N, Z.T, Z.S) for x in named])
+    mask = functools.reduce(operator.and_, [masks.KeyLists(*x) for x in named])
+    drawn = Drawn(mask, lambda b, h, i, p, j: seen[b, h, i, j])
+    check.check(rng, *qkv(rng, Z), way, drawn=drawn)
 
 
 def curved(table):
     """A score_mod whose logarithm is no number where the key comes later."""
     return lambda s, b, h, i, j: (
-        jnp.sin(s * table[h, 0]) + table[h, 1 + abs(i - j) % 3] - 0.1 * jnp.log(i - j + 40.0 + b)
+        jnp.sin(s * table[h, 0]) + table[h, 1 + abs(i - j) % 3] - 0.1 * jnp.log(i - j + 1.0 + b)
     )
 
 

@@ -51,6 +51,9 @@ class ResolvedLists:
     def within(self, other: "ResolvedLists") -> "ResolvedLists":
         """The entries that `other`, lists of the same blocks, has too."""
         lists, known = self.entries, jnp.sort(lax.optimization_barrier(other.entries), axis=-1)
+        heads = max(lists.shape[1], known.shape[1])
+        # lists of a key/value head are those of its query heads
+        lists, known = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (lists, known))
         shape = jnp.broadcast_shapes(lists.shape[:3], known.shape[:3])
         lists, known = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (lists, known))
         find = jnp.vectorize(jnp.searchsorted, signature="(m),(n)->(n)")
