@@ -48,7 +48,8 @@ class Explanation:
         """The explanation in lines, without the earlier algorithms, which nobody selects by
         chance."""
         broadcasts = "a bias or mask broadcasts over some of the leading axes alone"
-        reads = f"{self.token_bytes} bytes of each token and key/value head"
+        token = "token" if self.problem.resolved_mask.lists is None else "listed token"
+        reads = f"{self.token_bytes} bytes of each {token} and key/value head"
         rows = {
             "call": self.problem,
             "implementation": ", ".join(filter(None, (self.implementation, self.condition))),

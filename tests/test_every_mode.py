@@ -2,17 +2,31 @@
 dense attention in float64, with every argument."""
 
 import functools
+import itertools
 
 import check
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BROADCASTS, MASKS, RULES, Sizes, arguments, bias, dense_mask, normal, qkv
+from cases import (
+    BROADCASTS,
+    GATHERED,
+    MASKS,
+    RULES,
+    TABLES,
+    Sizes,
+    arguments,
+    bias,
+    dense_mask,
+    normal,
+    qkv,
+)
 from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding
 from meshes import make_mesh
 from selection import whole_but
+from walks import EVERY_WALK, walking
 
 from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
@@ -42,12 +56,13 @@ def drawn(rng, name: str):
         rule, options = RULES[name]
         options = arguments(dict(options, rule=rule))
     else:
-        options = arguments(MASKS[name](rng, Z))
+        options = arguments((MASKS | TABLES | GATHERED)[name](rng, Z))
     if chance(0.4):
         floats["bias"] = bias(rng, rng.choice(BROADCASTS), Z)
     if chance(0.4):
         floats["sinks"] = normal(rng, Z.N)
-    if chance(0.4) and not name.startswith("varlen"):  # which has an offset for each sequence
+    # sequences have an offset each
+    if chance(0.4) and "varlen" not in name and "sequences" not in name:
         floats["table"] = normal(rng, Z.N, 5)
     if chance(0.3):
         options["logits_soft_cap"] = 2.0
@@ -103,6 +118,15 @@ def are_the_references(rng, floats, options, by=None, tolerance=2e-5, implementa
 
 @pytest.mark.parametrize("name", whole_but([*MASKS, *RULES], "everything", "holes by head"))
 def test_all_derivatives_of_first_and_second_order_are_the_dense_ones(name, rng):
+    are_the_references(rng, *drawn(rng, name))
+
+
+WALKED = [*zip([*TABLES, *GATHERED], itertools.cycle(EVERY_WALK), strict=False)]
+
+
+@pytest.mark.parametrize("name, walk", whole_but(WALKED, *WALKED[1:4:2]))
+def test_so_are_those_of_each_walk_over_lists(name, walk, rng, monkeypatch):
+    walking(monkeypatch, walk)
     are_the_references(rng, *drawn(rng, name))
 
 

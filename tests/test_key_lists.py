@@ -16,11 +16,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 from selection import whole_but
+from walks import EVERY_WALK, walking
 
 from pallas_flash import flash_attention, masks
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.lists import WALKS
 from pallas_flash.tiled.lists.tuning import DENSE
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -29,26 +29,12 @@ EACH = {**TABLES, **GATHERED}
 equal = functools.partial(check.equal, tolerance=5e-6)
 
 
-EVERY_WALK = (*WALKS, DENSE)
-
-
 @pytest.fixture(params=[*EVERY_WALK, "reference"])
 def way(request, monkeypatch):
     """The implementation of a walk, or the reference."""
     if request.param == "reference":
         return "reference"
     return walking(monkeypatch, request.param)
-
-
-def walking(monkeypatch, walk):
-    tiles = blockwise.tiles
-
-    def by_walk(problem, *_):
-        found = tiles(problem)
-        return found._replace(lists=found.lists and found.lists._replace(walk=walk))
-
-    monkeypatch.setattr(blockwise, "tiles", by_walk)
-    return "blockwise"
 
 
 # ---- what lists show ----

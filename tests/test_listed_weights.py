@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, arguments, normal, qkv
-from check import close
+from check import close, strict_64_bits
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
@@ -80,6 +80,16 @@ def test_the_weights_of_a_list_are_the_oracles_of_the_whole_softmax(name, option
     found = listed_weights(q, k, lists, lse, **more)
     assert found.dtype == jnp.float32 and found.shape == (Z.B, Z.T, L, ENTRIES * block)
     close(found, expected(q, k, indices, block, query_block, **kw), 5e-6)
+
+
+def test_in_64_bits_the_weights_are_float64(rng):
+    q, k = (x.astype(np.float64) for x in qkv(rng, Z)[:2])
+    indices, kw = draw(rng, 3, 2, Z.K), dict(is_causal=True, query_offset=9, sinks=normal(rng, Z.N))
+    with strict_64_bits():
+        lists, lse, more = attended(q, k, masks.KeyLists(indices, 3, 2), **kw)
+        found = listed_weights(q, k, lists, lse, **more)
+        assert found.dtype == jnp.float64
+    close(found, expected(q, k, indices, 3, 2, **kw), 1e-12)
 
 
 def test_the_weights_of_keys_that_have_the_softmax_to_themselves_sum_to_the_heads(rng):

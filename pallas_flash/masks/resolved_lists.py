@@ -80,7 +80,7 @@ class ResolvedLists:
 
         def of_list(x):
             table = jnp.zeros_like(x, shape=self.blocks, dtype=bool)
-            return table.at[x].set(True, mode="drop")
+            return table.at[x].set(True, mode="drop", wrap_negative_indices=False)
 
         # mapped: XLA sends nothing between the devices of a mesh that hold other lists
         return jnp.vectorize(of_list, signature="(n)->(m)")(x)

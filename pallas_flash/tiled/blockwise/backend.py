@@ -9,13 +9,12 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists import pages as pages_of_lists
-from pallas_flash.tiled.lists.costs import BY_QUERY
+from pallas_flash.tiled.lists.costs import BY_QUERY, TABLE
 from pallas_flash.tiled.online_softmax import RowLse
 
 
 def _takes_lists(p: Problem) -> bool:
-    """Whether it walks over lists, which it would else read as a table where there is one."""
-    return not p.resolved_mask.lists.has_table or blockwise.tiles(p).walks_lists
+    return blockwise.tiles(p).lists.walk != TABLE
 
 
 def _paged_tiles(problem: Problem, pages: Pages):

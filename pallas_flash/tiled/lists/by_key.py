@@ -82,11 +82,14 @@ def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_row
 
 def _visible_entries(head: ListHead):
     """The entries of each list, the number of blocks where none of its rows sees a key of one."""
-    lists, rows = head.problem.resolved_mask.lists, head.rows
-    sees_keys = rows.start < rows.stop
+    lists = head.problem.resolved_mask.lists
+    # XLA would reduce constants while it compiles
+    start, stop = lax.optimization_barrier((head.rows.start, head.rows.stop))
     by_list = lambda x: _split(x, len(head.entries), lists.query_block)
-    start = by_list(jnp.where(sees_keys, rows.start - lists.keys, 0)).min(1) + lists.keys
-    stop = by_list(jnp.where(sees_keys, rows.stop, 0)).max(1)
+    # a row beyond the last, or one that sees nothing, has 0
+    ends = (jnp.where(start < stop, x, 0) for x in (start - lists.keys, stop))
+    before_end, stop = map(by_list, ends)
+    start, stop = before_end.min(1) + lists.keys, stop.max(1)
     first = head.entries * lists.block
     is_visible = (first < stop[:, None]) & (start[:, None] < first + lists.block)
     return jnp.where(is_visible, head.entries, lists.blocks)

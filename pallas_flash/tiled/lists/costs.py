@@ -1,19 +1,23 @@
-"""What the walks over lists of keys cost on a CPU, in the time that blockwise takes for a pair of a
-query and a key which it multiplies without a list. Measurements: results.md#lists."""
+"""What the walks over lists of keys cost on a CPU, in units of the time that blockwise takes for a
+pair of a query and a key under a mask. Measurements: results.md#lists."""
 
 from typing import NamedTuple
 
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
-# walks in lists.WALKS, and blockwise with the lists as a mask of its blocks
-BY_QUERY, BY_KEY, DENSE = "by query", "by key", "dense"
+# walks in lists.WALKS, and blockwise with the lists as a mask of its blocks, or as a table
+BY_QUERY, BY_KEY, DENSE, TABLE = "by query", "by key", "dense", "table"
 
-ROWS = 256  # of a tile by key; its scores, and what it reads and writes of its rows, stay in caches
-SCORES = 2**16  # of a tile by key
-TILE = 4000  # a step of the loop by key, beside its pairs
-ROW = 25  # reading and writing the sums of a row, which a tile by key does for `block` keys
-GATHERED_KEY = 20  # gathering a key for the rows of a list, and adding its gradient
+# Of a tile by key: its scores and what it reads and writes of its rows stay in caches.
+ROWS = 256
+SCORES = 2**16
+
+STEP = 1500  # a step of the loop by key, beside its pairs
+ROW = 30  # reading and writing the sums of a row, once for the keys of a block
+KEY = 20  # gathering a key, once for the rows of a list, and adding to its gradient
+GATHERED = 1.6  # a pair by query: products of a few rows
+LIST_HEAD = 0.2  # a pair of blockwise, if no other query head shares its mask
 
 
 class Pairs(NamedTuple):
@@ -26,10 +30,12 @@ class Pairs(NamedTuple):
     def count(cls, p: Problem) -> "Pairs":
         lists, visible, named = p.resolved_mask.lists, 0, 0
         longest, size = lists.entries.shape[-1] * lists.block, 128
+        whole_blocks = lambda n: schedule.ceil_div(n, lists.block) * lists.block
         ranges = schedule.key_ranges(p.resolved_mask, p.queries, size)
         for i, keys in enumerate(ranges):
             rows, width = min(size, p.queries - i * size), keys.last - keys.first
-            visible, named = visible + rows * width, named + rows * min(longest, width)
+            visible += rows * width
+            named += rows * min(longest, whole_blocks(width))
         return cls(visible, named)
 
 
@@ -38,12 +44,11 @@ def costs(p: Problem) -> dict[str, float]:
     lists, pairs = p.resolved_mask.lists, Pairs.count(p)
     _, L, count, n = lists.entries.shape
     rows = list_rows(p)
-    tiles = p.heads * lists.query_block // rows * (count * n // lists_of_tile(p) + lists.blocks)
+    steps = p.heads * lists.query_block // rows * (count * n // lists_of_tile(p) + lists.blocks)
     return {
-        # the mask of a pair is evaluated once for the heads that share a list
-        DENSE: p.heads * pairs.visible * (1 + 0.5 * L / p.heads),
-        BY_QUERY: p.heads * pairs.named * (1.25 + GATHERED_KEY / rows),
-        BY_KEY: p.heads * pairs.named * (1 + ROW / lists.block) + TILE * tiles,
+        DENSE: p.heads * pairs.visible * (1 + LIST_HEAD * L / p.heads),
+        BY_QUERY: p.heads * pairs.named * (GATHERED + KEY / rows),
+        BY_KEY: p.heads * pairs.named * (1 + ROW / lists.block) + STEP * steps,
     }
 
 

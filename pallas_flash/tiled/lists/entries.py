@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.derivatives import Slices
-from pallas_flash.tiled.lists.list_heads import Sums
+from pallas_flash.tiled.lists.list_heads import KeyBlocks, Sums
 from pallas_flash.tiled.lists.tile import Tile
 
 
@@ -22,15 +22,15 @@ class Entries(NamedTuple):
         keys = self.index[..., None] * block + jnp.arange(block, dtype=jnp.int32)[None, None]
         return keys.reshape(keys.shape[0], -1)
 
-    def gather(self, x):
-        """[blocks + 1, block, h] -> [l, n * block, h]"""
-        x = x.at[self.index].get(mode="promise_in_bounds")
-        return x.reshape(x.shape[0], -1, x.shape[-1])
+    def gather(self, tile: Tile, x: KeyBlocks):
+        """The keys or values of a tile, [l, n * block, h], with 0 for those that none of its rows
+        sees, where there may be NaN."""
+        return jnp.where(tile.visible.any((1, 2))[..., None], x.gather(self.index), 0)
 
     def slices(self, tile: Tile, x: Slices, query) -> Slices:
         """The differentiable arrays of a tile: those of its list head, and its rows of the
         query."""
-        key, value = (None if a is None else self.gather(a) for a in (x.key, x.value))
+        key, value = (None if a is None else self.gather(tile, a) for a in (x.key, x.value))
         return Slices(query, key, value, tile.of_pairs(x.bias), x.captured)
 
     def add(self, tile: Tile, sums: Sums, dk, dv, dbias, captured) -> Sums:

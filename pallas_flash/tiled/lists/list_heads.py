@@ -2,7 +2,7 @@
 and the loop over all list heads."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,13 +87,28 @@ class ListHead(NamedTuple):
         """whole [B | 1, N | 1, T | 1, S | 1] with x in place of `dense(whole)`; None -> None"""
         return x if x is None else self.heads.put(whole, x.reshape(1, -1, *x.shape[3:]), 1)
 
-    def by_block(self, x, dtype):
-        """[B, S, K, n] -> [blocks + 1, block, n], with 0 in the last block, which entries that name
-        nothing read"""
-        x = jnp.swapaxes(self.key_head.take(x, 2), 1, 2).astype(dtype)
-        x, lists = self.mask.zero_hidden_keys(x)[0, 0], self.problem.resolved_mask.lists
-        more = (lists.blocks + 1) * lists.block - lists.keys
-        return jnp.pad(x, ((0, more), (0, 0))).reshape(-1, lists.block, x.shape[-1])
+    def by_block(self, x, dtype) -> "KeyBlocks":
+        """Keys or values [B, S, K, n], of which products take this dtype."""
+        lists = self.problem.resolved_mask.lists
+        if more := lists.blocks * lists.block - lists.keys:
+            x = jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
+        x = x.reshape(x.shape[0], lists.blocks, lists.block, *x.shape[2:])
+        return KeyBlocks(x, self.key_head, dtype)
+
+
+class KeyBlocks(NamedTuple):
+    """The keys or the values of a key/value head by block, where they lie."""
+
+    array: jax.Array  # [B, blocks, block, K, n]
+    head: HeadRange
+    dtype: Any
+
+    def gather(self, index):
+        """The blocks with these indices [l, n], [l, n * block, h]; clipped to the last one."""
+        index = jnp.minimum(index, self.array.shape[1] - 1)
+        place = self.head.row, index, slice(None), self.head.head
+        x = self.array.at[place].get(mode="promise_in_bounds")
+        return x.reshape(x.shape[0], -1, x.shape[-1]).astype(self.dtype)
 
 
 def list_heads(p: Problem) -> int:

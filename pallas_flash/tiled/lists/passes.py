@@ -23,8 +23,10 @@ def forward(walk: Walk, head: ListHead, tiles: Tiles, x: Operands, sums: Sums):
     key, value = head.keys_and_values(x, tiles.dtype)
 
     def read(tile: Tile, entries: Entries):
-        k = entries.gather(key)
-        return k, k[..., : head.problem.value_size] if value is None else entries.gather(value)
+        k = entries.gather(tile, key)
+        return k, k[..., : head.problem.value_size] if value is None else entries.gather(
+            tile, value
+        )
 
     return attend(walk, head, tiles, x, read, sums)
 
@@ -72,8 +74,8 @@ def backward(
     row = RowCotangents(row_scale.m, row_scale.inverse_sum, delta, dlse)
 
     def step(sums, dq, tile: Tile, entries: Entries, q, do, row):
-        k = entries.gather(key)
-        v = k[..., : p.value_size] if value is None else entries.gather(value)
+        k = entries.gather(tile, key)
+        v = k[..., : p.value_size] if value is None else entries.gather(tile, value)
         new, dk, dv, ds, captured = tile.backward(q, k, v, do, row, sums.captured)
         return entries.add(tile, sums, dk, dv, ds, captured), _added(dq, new)
 

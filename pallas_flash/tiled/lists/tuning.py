@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled.lists import costs
-from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE
+from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE, TABLE
 
 # of the keys and values that a chunk of lists names, and its scores: a CPU's caches hold them
 CHUNK_BYTES, CHUNK_SCORES = 2**22, 2**17
@@ -47,17 +47,17 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = N
         chunk=costs.lists_of_tile(p) if by_key else _chunk(p, dtype, one_at_a_time),
         query_block=lists.query_block,
         at_once=not one_at_a_time,
-        in_order=p.deterministic and not on_cpu,
+        in_order=not on_cpu,
     )
 
 
 def choose_walk(p: Problem, one_at_a_time: bool) -> str:
-    """The walk that takes the least time on a CPU. A GPU gathers lists of keys, since tiles by key
-    would be a loop of small kernels, and reads lists of blocks as a table."""
+    """The walk that takes the least time on a CPU. On a GPU, where tiles by key would be a loop of
+    small kernels, lists of keys are gathered, and others are a table."""
     if one_at_a_time and p.is_static:
         each = costs.costs(p)
         return min(each, key=each.get)
-    return DENSE if p.resolved_mask.lists.has_table else BY_QUERY
+    return TABLE if p.resolved_mask.lists.has_table else BY_QUERY
 
 
 def _chunk(p: Problem, dtype: str, one_at_a_time: bool) -> int:

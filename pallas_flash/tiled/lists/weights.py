@@ -38,7 +38,7 @@ def _of_head(head: ListHead, tiles: Tiles, x: Operands, lse):
     key = head.by_block(x.key, tiles.dtype)
 
     def step(nothing, _, tile: Tile, entries: Entries, q, lse):
-        s = logits.of_products(*tile.products(q, entries.gather(key)))
+        s = logits.of_products(*tile.products(q, entries.gather(tile, key)))
         p = jnp.where(tile.visible, jnp.exp(s * logits.exponent_scale - lse), 0)
         return nothing, jnp.sum(p, 2)
 
