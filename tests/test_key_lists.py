@@ -333,6 +333,7 @@ def test_lists_are_a_pytree_of_their_indices_and_compare_and_hash_as_masks_do(rn
     assert repr(mask) == f"KeyLists(int32{list(indices.shape)}, block=8, query_block=8)"
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_calls_with_other_lists_of_equal_shape_share_one_program_which_may_donate_them(rng):
     traced, x = [], qkv(rng, Z)
 
