@@ -51,9 +51,9 @@ class KernelPass(lowering.ByPlatform, Pass):
     def run(self):
         if self.mesh is AxisType.Auto:  # the partitioned equation is around another
             return functools.partial(self.on_device, self.problem, self.tiles)
-        return self._run_kernels
+        return self.run_here
 
-    def _run_kernels(self, operands: Operands, *rows):
+    def run_here(self, operands: Operands, *rows):
         problem, operands = self.backend.taken(self.problem, operands)
         if self.name == "tangent" and not self.is_requested:
             return self.checked_tangent(self.backend, problem, self.tiles, operands, *rows)
