@@ -20,7 +20,7 @@ from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 from walks import EVERY_WALK, walking
 
-from pallas_flash import flash_attention, masks
+from pallas_flash import explain, flash_attention, masks
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists.tuning import DENSE
@@ -154,6 +154,33 @@ def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit_nor_does_a
 
 
 # ---- work and memory ----
+
+
+@pytest.mark.parametrize(
+    "T, N, K, block, query_block, n, walk",
+    [
+        (4096, 16, 1, 64, 1, 16, "by key"),
+        (1024, 16, 1, 64, 1, 16, "dense"),  # nearly all that a causal mask shows
+        (4096, 4, 4, 512, 1, 3, "by key"),
+        (4096, 4, 4, 64, 64, 6, "by key"),
+        (4096, 8, 1, 1, 1, 384, "by query"),
+        (4096, 8, 1, 1, 1, 2048, "dense"),
+    ],
+)
+def test_one_cpu_goes_over_lists_by_the_walk_that_costs_least(
+    T, N, K, block, query_block, n, walk, monkeypatch
+):
+    monkeypatch.undo()  # small_tiles
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    array = lambda *shape: jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    indices = jax.ShapeDtypeStruct((1, T // query_block, K, n), jnp.int32)
+    mask = masks.KeyLists(indices, block, query_block) & masks.Causal()
+    key = array(T, K, 64)
+    found = explain(array(T, N, 64), key, key, mask=mask, implementation="blockwise")
+    assert found.tiles.lists.walk == walk
+    how = {"by key": "a block after the other", "by query": "gathered", "dense": "as a mask"}
+    assert how[walk] in str(found.tiles)
+
 
 LONG = 8192
 

@@ -10,7 +10,6 @@ from pallas_flash.devices import sharding
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import varying
 from pallas_flash.problem import arguments
-from pallas_flash.problem.backend import Choice
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
 from pallas_flash.transforms.partial_broadcast import axis_to_map, mapping_calls
@@ -41,24 +40,17 @@ def attend(call: Call):
     """o, lse and the largest logits, or None, of a call on one device."""
     if call.context is None:
         problem, operands = arguments.normalise(call)
-        choice = _select(call, problem)
-        if choice.backend.problem(problem) is not problem:
-            problem, operands = arguments.with_table(problem, operands)
-        choice = _wrap(call, choice, operands)
+        choice = _choose(call, problem, operands)
     else:
         inner, problem, operands, collective = context_parallel.plan_pass(call.context, call)
-        choice = _wrap(call, _select(call, inner), operands)
-        choice = choice.wrap(*collective)._replace(reverse_only=True)
+        choice = _choose(call, inner, operands).wrap(*collective)._replace(reverse_only=True)
     return _unflatten_batch(call, problem, *autodiff.attend(problem, choice, operands))
 
 
-def _select(call: Call, problem: arguments.Problem) -> Choice:
-    return selection.choose(problem, selection.requested(call.implementation))
-
-
-def _wrap(call: Call, choice: Choice, operands: arguments.Operands) -> Choice:
-    is_requested = selection.requested(call.implementation) is not None
-    return kernel_pass.wrap(choice, operands, is_requested, selection.checked_tangent)
+def _choose(call: Call, problem: arguments.Problem, operands: arguments.Operands):
+    name = selection.requested(call.implementation)
+    choice = selection.choose(problem, name)
+    return kernel_pass.wrap(choice, operands, name is not None, selection.checked_tangent)
 
 
 def _unflatten_batch(call: Call, problem: arguments.Problem, o, *row_outputs):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pallas_flash.masks.resolved_lists import LEAST_TABLE
-from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.arguments import Operands, Problem, with_table
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 
@@ -114,6 +114,12 @@ class Backend(NamedTuple):
             return problem
         return problem.with_table
 
+    def taken(self, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+        """The problem and the operands as it takes them."""
+        if self.problem(problem) is problem:
+            return problem, operands
+        return with_table(problem, operands)
+
     def why_no_lists(self, problem: Problem) -> str | None:
         """Why it cannot attend by a problem's lists of keys, or None."""
         lists = problem.resolved_mask.lists
@@ -131,7 +137,7 @@ class Backend(NamedTuple):
     def tiles_like(self, tiles, problem: Problem):
         """Tiles of another problem for the same kernels; those of a forward that a backward follows
         where `tiles` are."""
-        like = self.for_same_kernels
+        like, problem = self.for_same_kernels, self.problem(problem)
         new = self.tiles(problem) if like is None else like(tiles, problem)
         return self.for_gradient(new) if tiles == self.for_gradient(tiles) else new
 

@@ -50,12 +50,14 @@ class KernelPass(lowering.ByPlatform, Pass):
     @property
     def run(self):
         if self.mesh is AxisType.Auto:  # the partitioned equation is around another
-            run = self.on_device
-        elif self.name == "tangent" and not self.is_requested:
-            run = functools.partial(self.checked_tangent, self.backend)
-        else:
-            run = self.inner
-        return functools.partial(run, self.problem, self.tiles)
+            return functools.partial(self.on_device, self.problem, self.tiles)
+        return self.run_here
+
+    def run_here(self, operands: Operands, *rows):
+        problem, operands = self.backend.taken(self.problem, operands)
+        if self.name == "tangent" and not self.is_requested:
+            return self.checked_tangent(self.backend, problem, self.tiles, operands, *rows)
+        return self.inner(problem, self.tiles, operands, *rows)
 
     @property
     def primitive(self):
@@ -86,8 +88,9 @@ class KernelPass(lowering.ByPlatform, Pass):
             if (axis := jax.typeof(mapped).sharding.spec[0]) is not None:
                 return self._over_mesh(axis, leaves, in_axes, in_tree)
         merged = self._merge(size, leaves, in_axes, in_tree)
-        if merged is None or self.backend.why_not(problem := self.problem.of_part(merged[0])):
-            tiles = self.backend.for_calls(self.tiles, self.problem, size)
+        problem = None if merged is None else self.problem.of_part(merged[0])
+        if problem is None or self.backend.why_not(self.backend.problem(problem)):
+            tiles = self.backend.for_calls(self.tiles, self.backend.problem(self.problem), size)
             side_by_side = dataclasses.replace(self.within(in_axes), tiles=tiles)
             jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
             return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)

@@ -6,7 +6,8 @@ there are no more than 16 rows all warps have the same, and each reads a quarter
 The time is that of reading keys and values, on Hopper too, where wgmma gained 3% at most
 (results.md#an-h100): as many blocks are on their way as shared memory holds. Blocks of 8 bits
 are copied as they are stored, and widened to 16 bits in shared memory. Values that are the keys'
-first columns (MLA) are read out of the block of keys.
+first columns (MLA) are read out of the block of keys. Keys that a list names are gathered
+(`gather`): a list is a batch row (`listed_keys`).
 
 O of more than 256 columns takes the registers of two warpgroups. Each owns half of the columns of O
 and of V, and adds up S over half of the columns of Q and K. They exchange these sums by shared
@@ -154,9 +155,8 @@ def forward(
     and values are pages, which have `scales` where they are in 8 bits."""
     if problem.resolved_mask.lists is None:
         return _forward(problem, tiles, x, table, scales)
-    by_list = listed_keys.by_list(problem, x, table, scales)
-    o, stats = _forward(by_list.problem, tiles, by_list.operands, by_list.table, by_list.scales)
-    return listed_keys.by_query(problem, o, stats)
+    decoding, *arguments = listed_keys.as_decoding(problem, x, table, scales)
+    return listed_keys.results(problem, *_forward(decoding, tiles, *arguments))
 
 
 def _forward(problem: Problem, tiles: DecodeTiles, x: Operands, table, scales):

@@ -1,12 +1,11 @@
-"""Attention by lists of keys as decoding. A batch row is a list, for each head that has or shares
-one; its tokens are the queries that have the list, and its keys those that the list names.
+"""Attention by lists of keys as decoding. A batch row of decoding is a list, for each head that has
+or shares one: its tokens are the queries that have the list, its keys those that the list names.
 
 An ascending list maps intervals to intervals: of the keys that causality, a window or lengths leave
 to a query, it names those from one position to another.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,22 +71,13 @@ class ListTable:
         return 0 if count == 1 else lax.div(head, jnp.int32(self.heads // count))
 
 
-class ByList(NamedTuple):
-    """The arguments of decoding."""
-
-    problem: Problem
-    operands: Operands
-    table: ListTable
-    scales: tuple
-
-
 def heads_of_lists(p: Problem) -> int:
     """The number of heads that have a list and a key/value head each, or share them."""
     return max(p.kv_heads, p.resolved_mask.lists.entries.shape[1])
 
 
-def as_decoding(p: Problem) -> Problem:
-    """The problem of decoding, without a mask."""
+def decoding_problem(p: Problem) -> Problem:
+    """The problem of decoding, whose mask is still to come."""
     lists, heads = p.resolved_mask.lists, heads_of_lists(p)
     _, _, count, n = lists.entries.shape
     return dataclasses.replace(
@@ -101,10 +91,10 @@ def as_decoding(p: Problem) -> Problem:
     )
 
 
-def by_list(problem: Problem, x: Operands, pages: PageTable | None, scales) -> ByList:
-    """The arguments of decoding for these. With `pages` keys and values are pages, which have
-    `scales` where they are in 8 bits."""
-    p, lists, heads = problem, x.resolved_mask.lists, heads_of_lists(problem)
+def as_decoding(p: Problem, x: Operands, pages: PageTable | None, scales) -> tuple:
+    """The problem, the operands, the ListTable and the scales of decoding. With `pages` keys and
+    values are pages, which have `scales` where they are in 8 bits."""
+    lists, heads = x.resolved_mask.lists, heads_of_lists(p)
     entries = _ascending(lists)
     mask = _of_positions(p, x.resolved_mask, entries)
     table = ListTable(entries, lists.block, heads, p.kv_heads)
@@ -113,7 +103,7 @@ def by_list(problem: Problem, x: Operands, pages: PageTable | None, scales) -> B
         table = _in_pages(table, pages)
         kv = jax.tree.map(lambda a: pages.layout.join(a[None]), kv)
 
-    rows = as_decoding(p)
+    rows = decoding_problem(p)
     q = jnp.pad(x.query, ((0, 0), (0, -p.queries % rows.queries), (0, 0), (0, 0)))
     q = q.reshape(p.batch, -1, rows.queries, heads, rows.heads, p.head_size)
     q = jnp.swapaxes(q, 2, 3).reshape(rows.batch, rows.queries, rows.heads, p.head_size)
@@ -121,12 +111,11 @@ def by_list(problem: Problem, x: Operands, pages: PageTable | None, scales) -> B
     if sinks is not None:
         sinks = jnp.broadcast_to(sinks, (rows.batch // heads, p.heads)).reshape(-1, rows.heads)
     operands = x._replace(query=q, key=kv[0], value=kv[1], resolved_mask=mask, sinks=sinks)
-    return ByList(dataclasses.replace(rows, resolved_mask=shapes(mask)), operands, table, scales)
+    return dataclasses.replace(rows, resolved_mask=shapes(mask)), operands, table, scales
 
 
-def by_query(p: Problem, o, stats: SoftmaxState):
-    """o [B, T, N, Hv] and the SoftmaxState [B, N, T] in those of batch rows of decoding,
-    [batch rows, tokens, heads, Hv] and [batch rows, heads, tokens]."""
+def results(p: Problem, o, stats: SoftmaxState):
+    """o [B, T, N, Hv] and the SoftmaxState [B, N, T], from those of decoding."""
     tokens, heads = o.shape[1], heads_of_lists(p)
     o = o.reshape(p.batch, -1, heads, tokens, *o.shape[2:])
     o = jnp.swapaxes(o, 2, 3).reshape(p.batch, -1, p.heads, o.shape[-1])[:, : p.queries]
@@ -177,10 +166,6 @@ def _in_pages(table: ListTable, pages: PageTable) -> ListTable:
         entries = entries[..., None] * block + jnp.arange(block, dtype=jnp.int32)
         entries, block = entries.reshape(*entries.shape[:3], -1), 1
     of_page = pages.page // block
-    numbers = jnp.broadcast_to(
-        pages.numbers[:, None, None],
-        (len(pages.numbers), *entries.shape[1:3], pages.numbers.shape[1]),
-    )
-    entries = jnp.broadcast_to(entries, (*numbers.shape[:3], entries.shape[3]))
-    page = jnp.take_along_axis(numbers, entries // of_page, axis=-1, mode="clip")
+    row = jnp.arange(len(pages.numbers))[:, None, None, None]
+    page = pages.numbers.at[row, entries // of_page].get(mode="clip")
     return dataclasses.replace(table, entries=page * of_page + entries % of_page, block=block)

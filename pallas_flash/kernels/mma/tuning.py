@@ -79,7 +79,7 @@ def _as_decoding(problem: Problem, page: int) -> tuple[Problem, int | None]:
     """The problem that decoding has, and the keys of a page; None where lists name them."""
     if problem.resolved_mask.lists is None:
         return problem, page
-    return listed_keys.as_decoding(problem), None
+    return listed_keys.decoding_problem(problem), None
 
 
 @functools.lru_cache(256)

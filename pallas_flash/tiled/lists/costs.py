@@ -15,8 +15,9 @@ SCORES = 2**16
 
 STEP = 1500  # a step of the loop by key, beside its pairs
 ROW = 30  # reading and writing the sums of a row, once for the keys of a block
-KEY = 20  # gathering a key, once for the rows of a list, and adding to its gradient
+KEY = 30  # gathering a key, once for the rows of a list, and adding to its gradient
 GATHERED = 1.6  # a pair by query: products of a few rows
+COPY = 100  # copying a key by heads, which blockwise does where it visits blocks
 LIST_HEAD = 0.2  # a pair of blockwise, if no other query head shares its mask
 
 
@@ -44,10 +45,12 @@ def costs(p: Problem) -> dict[str, float]:
     lists, pairs = p.resolved_mask.lists, Pairs.count(p)
     _, L, count, n = lists.entries.shape
     rows = list_rows(p)
+    visited = p.heads * pairs.visible * (1 + LIST_HEAD * L / p.heads)
+    gathered = p.queries * n * lists.block  # hidden pairs too
     steps = p.heads * lists.query_block // rows * (count * n // lists_of_tile(p) + lists.blocks)
     return {
-        DENSE: p.heads * pairs.visible * (1 + LIST_HEAD * L / p.heads),
-        BY_QUERY: p.heads * pairs.named * (GATHERED + KEY / rows),
+        DENSE: visited + p.kv_heads * p.keys * COPY,
+        BY_QUERY: p.heads * gathered * (GATHERED + KEY / rows),
         BY_KEY: p.heads * pairs.named * (1 + ROW / lists.block) + STEP * steps,
     }
 
