@@ -97,8 +97,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         why_not, condition = selection.reasons(choice.backend, call.implementation, objections)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
-        taken = choice.backend.problem(problem)
-        copies = choice.backend.copies(taken)
+        converted = choice.backend.converted(problem)
+        copies = choice.backend.copies(converted)
         decoding = getattr(choice.tiles, "decode", None)
         columns = _columns(problem, decoding)
         itemsizes = [np.dtype(problem.dtype).itemsize] * len(columns)
@@ -106,8 +106,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         in_context = "reverse mode, of first order"
         derivatives = in_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
-        backward = _backward(choice.backend, taken, call.deterministic)
-        lists = None if taken is problem else _as_table(problem.resolved_mask.lists)
+        backward = _backward(choice.backend, converted, call.deterministic)
+        lists = None if converted is problem else _as_table(problem.resolved_mask.lists)
     return Explanation(
         problem,
         choice.backend.name,

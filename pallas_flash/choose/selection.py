@@ -42,7 +42,9 @@ class Objections:
 
     def cannot(self, backend: Backend) -> str | None:
         """Why it cannot run the call."""
-        return backend.why_no_lists(self.problem) or backend.why_not(backend.problem(self.problem))
+        return backend.why_no_lists(self.problem) or backend.why_not(
+            backend.converted(self.problem)
+        )
 
     def by_default(self, backend: Backend) -> str | None:
         """Why it does not run the call unless it is named."""
@@ -58,7 +60,7 @@ class Objections:
 
     def checked(self, backend: Backend) -> tuple[Backend, Problem, comparison.EntryPoint]:
         """The arguments of the self-check."""
-        return backend, backend.problem(self.problem), comparison.FLASH_ATTENTION
+        return backend, backend.converted(self.problem), comparison.FLASH_ATTENTION
 
 
 def first(
@@ -91,7 +93,7 @@ def first(
             f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "
             f"got {name!r}.{hint}"
         )
-    return Choice(backend, backend.tiles(backend.problem(problem)))
+    return Choice(backend, backend.tiles(backend.converted(problem)))
 
 
 def checked_tangent(backend: Backend, problem: Problem, tiles, *args):

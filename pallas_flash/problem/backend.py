@@ -107,16 +107,16 @@ class Backend(NamedTuple):
         in_order = dataclasses.replace(problem, deterministic=True)
         return self.tiles(problem) != self.tiles(in_order)
 
-    def problem(self, problem: Problem) -> Problem:
+    def converted(self, problem: Problem) -> Problem:
         """The problem as it takes it: with a table in place of lists, where it takes none."""
         lists = problem.resolved_mask.lists
         if lists is None or not lists.has_table or self.takes_lists(problem):
             return problem
         return problem.with_table
 
-    def taken(self, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
+    def convert(self, problem: Problem, operands: Operands) -> tuple[Problem, Operands]:
         """The problem and the operands as it takes them."""
-        if self.problem(problem) is problem:
+        if self.converted(problem) is problem:
             return problem, operands
         return with_table(problem, operands)
 
@@ -137,7 +137,7 @@ class Backend(NamedTuple):
     def tiles_like(self, tiles, problem: Problem):
         """Tiles of another problem for the same kernels; those of a forward that a backward follows
         where `tiles` are."""
-        like, problem = self.for_same_kernels, self.problem(problem)
+        like, problem = self.for_same_kernels, self.converted(problem)
         new = self.tiles(problem) if like is None else like(tiles, problem)
         return self.for_gradient(new) if tiles == self.for_gradient(tiles) else new
 

@@ -217,7 +217,7 @@ def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
     operands, _, stats = in_base_e  # nothing of o: `blockwise.derivatives`
     rows, do, delta = prepare_cotangents(problem, by_blockwise.choice, in_base_e, cotangents)
     _, dlse = by_blockwise.run(in_base_e, dx)
-    problem, x = by_blockwise.choice.backend.taken(problem, operands)
+    problem, x = by_blockwise.choice.backend.convert(problem, operands)
     gradients, of_sum = blockwise.second(problem, tiles, x, dx, rows, do, delta, dlse)
     if operands.sinks is not None:
         along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)

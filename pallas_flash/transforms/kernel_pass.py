@@ -54,7 +54,7 @@ class KernelPass(lowering.ByPlatform, Pass):
         return self.run_here
 
     def run_here(self, operands: Operands, *rows):
-        problem, operands = self.backend.taken(self.problem, operands)
+        problem, operands = self.backend.convert(self.problem, operands)
         if self.name == "tangent" and not self.is_requested:
             return self.checked_tangent(self.backend, problem, self.tiles, operands, *rows)
         return self.inner(problem, self.tiles, operands, *rows)
@@ -89,8 +89,8 @@ class KernelPass(lowering.ByPlatform, Pass):
                 return self._over_mesh(axis, leaves, in_axes, in_tree)
         merged = self._merge(size, leaves, in_axes, in_tree)
         problem = None if merged is None else self.problem.of_part(merged[0])
-        if problem is None or self.backend.why_not(self.backend.problem(problem)):
-            tiles = self.backend.for_calls(self.tiles, self.backend.problem(self.problem), size)
+        if problem is None or self.backend.why_not(self.backend.converted(problem)):
+            tiles = self.backend.for_calls(self.tiles, self.backend.converted(self.problem), size)
             side_by_side = dataclasses.replace(self.within(in_axes), tiles=tiles)
             jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
             return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)

@@ -33,7 +33,14 @@ from pallas_flash.tiled.blockwise.heads import (
 from pallas_flash.tiled.blockwise.mask import with_block_mask
 from pallas_flash.tiled.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, each_row
-from pallas_flash.tiled.blockwise.tuning import Tiles, decode_tiles, for_calls, serialize, tiles
+from pallas_flash.tiled.blockwise.tuning import (
+    Tiles,
+    decode_tiles,
+    for_calls,
+    serialize,
+    takes_lists,
+    tiles,
+)
 
 __all__ = [
     "Tiles",
@@ -42,6 +49,7 @@ __all__ = [
     "for_calls",
     "forward",
     "second",
+    "takes_lists",
     "tangent",
     "tiles",
 ]

@@ -9,12 +9,8 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists import pages as pages_of_lists
-from pallas_flash.tiled.lists.costs import BY_QUERY, TABLE
+from pallas_flash.tiled.lists.costs import BY_QUERY
 from pallas_flash.tiled.online_softmax import RowLse
-
-
-def _takes_lists(p: Problem) -> bool:
-    return blockwise.tiles(p).lists.walk != TABLE
 
 
 def _paged_tiles(problem: Problem, pages: Pages):
@@ -49,7 +45,7 @@ BLOCKWISE = Backend(
     takes_row_scale=True,
     for_gradient=lambda tiles: tiles.for_gradient(),
     for_calls=lambda *args: blockwise.for_calls(*args),
-    takes_lists=_takes_lists,
+    takes_lists=lambda p: blockwise.takes_lists(p),
     results_like=blockwise.results_like,
 )
 

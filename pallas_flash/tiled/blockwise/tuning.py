@@ -97,9 +97,19 @@ def tiles(problem: Problem, walk: str | None = None) -> Tiles:
     return _tiles(problem)._replace(decode=decode_tiles(problem) if _decodes(problem) else None)
 
 
+def takes_lists(p: Problem) -> bool:
+    """Whether a forward and its derivatives attend by lists of keys. Else a table of their blocks
+    says which to skip, as for kernels: on one CPU, lists alone take less time."""
+    return not p.resolved_mask.lists.has_table or (_one_at_a_time() and p.is_static)
+
+
+def _one_at_a_time() -> bool:
+    return _on_cpu() and _is_one_device()
+
+
 def _with_lists(p: Problem, walk: str | None) -> Tiles:
     tiles = _tiles(p.without_lists)
-    lists = list_tiles(p, tiles.dtype, _on_cpu() and _is_one_device(), walk)
+    lists = list_tiles(p, tiles.dtype, _one_at_a_time(), walk)
     return tiles._replace(lists=lists)
 
 

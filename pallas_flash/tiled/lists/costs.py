@@ -7,12 +7,13 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
 # walks in lists.WALKS, and blockwise with the lists as a mask of its blocks, or as a table
-BY_QUERY, BY_KEY, DENSE, TABLE = "by query", "by key", "dense", "table"
+BY_QUERY, BY_KEY, DENSE = "by query", "by key", "dense"
 
 # Of a tile by key: its scores and what it reads and writes of its rows stay in caches.
 ROWS = 256
 SCORES = 2**16
 
+TILE = 2  # a pair by key: one core multiplies a tile, where all share those of blockwise
 STEP = 1500  # a step of the loop by key, beside its pairs
 ROW = 30  # reading and writing the sums of a row, once for the keys of a block
 KEY = 30  # gathering a key, once for the rows of a list, and adding to its gradient
@@ -51,7 +52,7 @@ def costs(p: Problem) -> dict[str, float]:
     return {
         DENSE: visited + p.kv_heads * p.keys * COPY,
         BY_QUERY: p.heads * gathered * (GATHERED + KEY / rows),
-        BY_KEY: p.heads * pairs.named * (1 + ROW / lists.block) + STEP * steps,
+        BY_KEY: TILE * (p.heads * pairs.named * (1 + ROW / lists.block) + STEP * steps),
     }
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled.lists import costs
-from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE, TABLE
+from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE
 
 # of the keys and values that a chunk of lists names, and its scores: a CPU's caches hold them
 CHUNK_BYTES, CHUNK_SCORES = 2**22, 2**17
@@ -53,11 +53,11 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = N
 
 def choose_walk(p: Problem, one_at_a_time: bool) -> str:
     """The walk that takes the least time on a CPU. On a GPU, where tiles by key would be a loop of
-    small kernels, lists of keys are gathered, and others are a table."""
+    small kernels, lists of keys are gathered, and others are a mask of blocks."""
     if one_at_a_time and p.is_static:
         each = costs.costs(p)
         return min(each, key=each.get)
-    return TABLE if p.resolved_mask.lists.has_table else BY_QUERY
+    return DENSE if p.resolved_mask.lists.has_table else BY_QUERY
 
 
 def _chunk(p: Problem, dtype: str, one_at_a_time: bool) -> int:
