@@ -134,6 +134,11 @@ ELSEWHERE = {
         )
         for name, x in (("block", 0), ("block", 2.0), ("query_block", True), ("block", 2**31))
     },
+    "lists without entries": (
+        lambda: flash_attention(q, k, k, mask=lists((2, 5, 1, 0))),
+        ValueError,
+        r"with n from 1 on; got \(2, 5, 1, 0\)\. A list that names nothing has an entry of -1",
+    ),
     "a traced block": (
         lambda: jax.jit(lambda block: masks.KeyLists([[[0]]], block).block)(3),
         ValueError,

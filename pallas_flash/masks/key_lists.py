@@ -85,6 +85,11 @@ class KeyLists(Mask):
                 f"({', '.join(map(str, (*lead, blocks)))}, L, n), with L = 1, K = {kv_heads} or "
                 f"N = {heads}; got {x.shape}.{hint or HEADS_FIRST * heads_first}"
             )
+        if x.shape[-1] == 0:
+            raise ValueError(
+                f"KeyLists.indices must be [.., L, n] with n from 1 on; got {x.shape}. A list that "
+                "names nothing has an entry of -1."
+            )
         x = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
         return dataclasses.replace(self, indices=x, heads=heads)
 

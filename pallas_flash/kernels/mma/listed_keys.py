@@ -139,8 +139,8 @@ def _of_positions(p: Problem, mask: ResolvedMask, entries) -> ResolvedMask:
     first_key = entries[:, :, :, None] * lists.block  # [B | 1, L, lists, 1, n]
 
     def position(key):
-        """That of a key, for each batch row of decoding and token: how many listed keys are before
-        it."""
+        """The position of a key in each batch row of decoding and for each token: the number of
+        listed keys before it."""
         key, _ = jnp.broadcast_arrays(jnp.asarray(key, jnp.int32), row)
         key = jnp.pad(key, ((0, 0), (0, -p.queries % tokens))).reshape(-1, 1, count, tokens, 1)
         before = jnp.sum(jnp.clip(key - first_key, 0, lists.block), axis=-1)
