@@ -46,7 +46,7 @@ def _wide(x):
 
 def _by_head(slopes):
     return lambda score, b, h, q, k: (
-        jnp.maximum(score, 0.1 * score) - slopes[h] * jnp.abs(q - k).astype(jnp.float32)
+        jnp.maximum(score, 0.1 * score) - 0.1 * slopes[h] * jnp.abs(q - k).astype(jnp.float32)
     )
 
 

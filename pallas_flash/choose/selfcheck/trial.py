@@ -118,7 +118,8 @@ def _plain() -> Problem:
 def default_names() -> list[str]:
     """The implementations with kernels that this machine runs by default once their self-check has
     passed; if there are none, all that it runs by default."""
-    able = [b for b in implementations.BACKENDS if b.why_not_by_default(_plain()) is None]
+    p = _plain()
+    able = [b for b in implementations.BACKENDS if not (b.why_not(p) or b.why_not_by_default(p))]
     return [b.name for b in able if b.own_kernels] or [b.name for b in able]
 
 
