@@ -159,9 +159,9 @@ def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit_nor_does_a
 @pytest.mark.parametrize(
     "T, N, K, block, query_block, n, walk",
     [
-        (8192, 16, 1, 64, 1, 16, "by key"),
+        (4096, 16, 1, 64, 1, 16, "by key"),
         (1024, 16, 1, 64, 1, 16, "dense"),  # nearly all that a causal mask shows
-        (8192, 4, 4, 512, 1, 3, "by key"),
+        (4096, 4, 4, 512, 1, 3, "by key"),
         (4096, 4, 4, 64, 64, 6, "by query"),
         (4096, 8, 1, 1, 1, 384, "by query"),
         (4096, 8, 1, 1, 1, 2048, "dense"),

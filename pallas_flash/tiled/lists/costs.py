@@ -9,13 +9,13 @@ from pallas_flash.tiled import schedule
 # walks in lists.WALKS, and blockwise with the lists as a mask of its blocks, or as a table
 BY_QUERY, BY_KEY, DENSE = "by query", "by key", "dense"
 
-# Of a tile by key: its scores and what it reads and writes of its rows stay in caches.
-ROWS = 256
-SCORES = 2**16
+# Of a tile by key, at most: fewer keep one core busy, more leave the caches.
+ROWS = 2048
+SCORES = 2**18
 
-TILE = 2  # a pair by key: one core multiplies a tile, where all share those of blockwise
-STEP = 1500  # a step of the loop by key, beside its pairs
+PAIR = 1.15  # a pair by key
 ROW = 30  # reading and writing the sums of a row, once for the keys of a block
+STEP = 22_000  # a tile by key, beside its pairs and rows
 KEY = 30  # gathering a key, once for the rows of a list, and adding to its gradient
 GATHERED = 1.6  # a pair by query: products of a few rows
 COPY = 100  # copying a key by heads, which blockwise does where it visits blocks
@@ -44,15 +44,17 @@ class Pairs(NamedTuple):
 def costs(p: Problem) -> dict[str, float]:
     """The cost of each walk, by its name."""
     lists, pairs = p.resolved_mask.lists, Pairs.count(p)
-    _, L, count, n = lists.entries.shape
-    rows = list_rows(p)
+    _, L, _, n = lists.entries.shape
+    rows, of_tile = list_rows(p), lists_of_tile(p)
     visited = p.heads * pairs.visible * (1 + LIST_HEAD * L / p.heads)
     gathered = p.queries * n * lists.block  # hidden pairs too
-    steps = p.heads * lists.query_block // rows * (count * n // lists_of_tile(p) + lists.blocks)
+    list_heads = p.heads * lists.query_block // rows
+    entries = pairs.named / (lists.block * lists.query_block)  # of the lists of a list head
+    tiles = list_heads * (entries / of_tile + lists.blocks / 2)
     return {
         DENSE: visited + p.kv_heads * p.keys * COPY,
         BY_QUERY: p.heads * gathered * (GATHERED + KEY / rows),
-        BY_KEY: TILE * (p.heads * pairs.named * (1 + ROW / lists.block) + STEP * steps),
+        BY_KEY: tiles * (of_tile * rows * (PAIR * lists.block + ROW) + STEP),
     }
 
 

@@ -169,6 +169,9 @@ def dot(a, b):
 
 def dot_over_rows(a, b):
     """[l, r, G, n] [l, r, G, h] -> [l, n, h]"""
+    _, rows, group, _ = a.shape
+    if rows * group > b.shape[-1]:  # on a CPU XLA transposes the first operand, which is larger
+        return _einsum("lrgh,lrgn->lhn", b, a).swapaxes(1, 2)
     return _einsum("lrgn,lrgh->lnh", a, b)
 
 
