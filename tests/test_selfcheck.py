@@ -4,6 +4,7 @@ environment asks, and the records."""
 import contextlib
 import json
 import pathlib
+import re
 import threading
 
 import fakes
@@ -19,6 +20,7 @@ import pallas_flash
 from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import records, verdicts
+from pallas_flash.context_parallel import Ring
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 
@@ -95,6 +97,52 @@ def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, 
     with pytest.warns(RuntimeWarning, match="liar.*dk is off by"):
         call()
     assert checked == ["liar", "honest"]
+
+
+ROWS = P(None, "x")
+
+
+def refused(*_):
+    raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such layout")
+
+
+REFUSED = "wrong on this machine: the compiler rejects it: .*no such layout"
+
+
+def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install, checked):
+    install(fakes.with_two_orders(in_any_order=refused))
+    gradient = lambda **kw: jax.jit(jax.grad(lambda q: jnp.sum(call(q, **kw))))
+    gradient(deterministic=True)(fakes.QUERY)
+    assert checked == ["hopper_like"] and explained(deterministic=True).condition is None
+    told = (
+        f"self-check of hopper_like 16/16 float32, in any order failed .*: {REFUSED}. Falling back "
+        "to hopper_like 16/16 float32, deterministic, which is right; "
+    )
+    with pytest.warns(RuntimeWarning, match=told):
+        found = gradient()(fakes.QUERY)
+    close(found, gradient(implementation="reference")(fakes.QUERY), 1e-5)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    in_a_ring = lambda q: call(q, context=Ring("x"))
+    ring = jax.shard_map(in_a_ring, mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+    traced = [TRANSFORMED[name](gradient()) for name in ("vmap", "scan")]
+    for f in (*traced, jax.grad(lambda q: jnp.sum(ring(q)))):
+        jax.eval_shape(f, fakes.QUERY)
+    assert checked == ["hopper_like"] * 2
+    says = explained()
+    assert (says.implementation, says.tiles, says.problem.deterministic) == ("hopper_like", True, 1)
+    assert re.search(f"^whose variant 'in any order' is {REFUSED}$", says.condition)
+    assert says.backward.endswith("the one that adds in any order failed its self-check")
+    assert taken(implementation="hopper_like") == "hopper_like"
+
+
+def test_where_both_orders_of_the_backward_fail_the_next_family_runs(install, checked):
+    install(fakes.with_two_orders(refused, refused), "honest")
+    with pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ") as told:
+        call()
+    assert [checked, taken(), len(told)] == [["hopper_like"] * 2 + ["honest"], "honest", 2]
+    assert re.search(
+        f"^in any order: {REFUSED}; deterministic: {REFUSED}$", explained().why_not["hopper_like"]
+    )
 
 
 def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
