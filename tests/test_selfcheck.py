@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 import pallas_flash
 from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
-from pallas_flash.choose.selfcheck import records, verdicts
+from pallas_flash.choose.selfcheck import records, trial, verdicts
 from pallas_flash.context_parallel import Ring
+from pallas_flash.jax_support import options
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 
@@ -242,14 +243,6 @@ def on_an_explicit_mesh(f):
     return run
 
 
-def with_options(f):
-    def run(q):
-        with jax.disable_jit(), jax.enable_x64(True):
-            return f(q)
-
-    return run
-
-
 TRANSFORMED = {
     "jit": jax.jit,
     "grad": lambda f: jax.jit(jax.grad(lambda q: jnp.sum(f(q)))),
@@ -258,7 +251,6 @@ TRANSFORMED = {
     "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(lambda q: jnp.sum(f(q))))),
     "shard_map": mapped,
     "an explicit mesh": on_an_explicit_mesh,
-    "options": with_options,
 }
 
 
@@ -272,6 +264,30 @@ def test_a_check_in_the_middle_of_tracing_is_made_and_disturbs_nothing(name, ins
     assert checked == ["honest"]
     expected = TRANSFORMED[name](lambda q: call(q, implementation="reference"))(q)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+OTHER = dict(default_prng_impl="rbg", numpy_dtype_promotion="strict", numpy_rank_promotion="raise")
+OTHER |= dict(default_matmul_precision="bfloat16", transfer_guard="disallow")
+OTHER |= dict(array_garbage_collection_guard="log", legacy_prng_key="error")
+
+
+def test_the_check_runs_under_its_own_options(install, monkeypatch):
+    of_jax = lambda: {name: getattr(jax.config, f"jax_{name}") for name in options.DEFAULTS}
+    seen, before = [], of_jax()
+    forward = lambda *args: (seen.append(of_jax()), fakes.REFERENCE.forward(*args))[1]
+    install(fake := fakes.backend("fake", forward))
+    monkeypatch.setattr(trial, "_measure", lambda *_: seen.append(of_jax()))
+    problem = explained().problem
+    try:
+        for name, value in options.DEFAULTS.items():
+            jax.config.update(f"jax_{name}", OTHER.get(name, not value))
+        right = verdicts.first_right(fake, [problem])
+        trial.run_case(trial.Case("fake", 64, 64, "float32", *trial.SHORT[0]), lambda: None)
+    finally:
+        for name, value in before.items():
+            jax.config.update(f"jax_{name}", value)
+    assert right.problem is problem and len(seen) >= 2
+    assert all(found == options.DEFAULTS for found in seen)
 
 
 def test_explain_runs_nothing_and_names_the_condition(install, checked):

@@ -15,7 +15,7 @@ import jax
 from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import hardware, options
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.backend import Backend
 from pallas_flash.tiled import split_kv
@@ -230,12 +230,12 @@ def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdi
 
 def _in_a_thread(f: Callable, limit: float | None = None):
     """f() in a new thread, which inherits the GPU of the caller, but no transformation, mesh or
-    option; TimeoutError after `limit` s."""
+    option of jax; TimeoutError after `limit` s."""
     result, gpu = concurrent.futures.Future(), hardware.gpu()
 
     def run():
         try:
-            with jax.default_device(gpu):
+            with options.defaults(), jax.default_device(gpu):
                 result.set_result(f())
         except BaseException as error:
             result.set_exception(error)
