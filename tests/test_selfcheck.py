@@ -21,7 +21,7 @@ from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import records, trial, verdicts
 from pallas_flash.context_parallel import Ring
-from pallas_flash.jax_support import options
+from pallas_flash.jax_support import jax_internals, options
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 
@@ -344,6 +344,25 @@ def test_a_record_holds_for_one_gpu_driver_jax_and_package(field):
     assert records.write(fakes.VARIANT, fakes.GPU, dict(wrong=None)) is None
     assert records.read(fakes.VARIANT, fakes.GPU)["wrong"] is None
     assert records.read(fakes.VARIANT, fakes.GPU._replace(**{field: "another"})) is None
+
+
+@pytest.mark.parametrize("place", ["jax", "CUDA_HOME", "XLA_FLAGS", "PATH"])
+def test_a_record_holds_for_the_ptxas_that_compiles_wherever_it_comes_from(
+    place, tmp_path, monkeypatch
+):
+    (folder := tmp_path / "bin").mkdir()
+    ptxas = folder / "ptxas"
+    ptxas.write_text("#!/bin/sh\necho Build cuda_99.9\n")
+    ptxas.chmod(0o755)
+    compilers = records.compilers.__wrapped__
+    assert "cuda_99.9" not in compilers()
+    if place == "jax":
+        monkeypatch.setattr(jax_internals.find("jax._src", "lib"), "cuda_path", str(tmp_path))
+    else:
+        flag = f"--xla_gpu_cuda_data_dir={tmp_path}"
+        value = dict(XLA_FLAGS=flag, PATH=str(folder)).get(place, str(tmp_path))
+        monkeypatch.setenv(place, value)
+    assert "ptxas Build cuda_99.9" in compilers()
 
 
 def test_a_record_holds_as_long_as_no_source_of_the_package_changes(monkeypatch):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems
+from pallas_flash.choose.selfcheck import comparison, outcome, peers, records, small_problems
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware, options
@@ -141,7 +141,9 @@ def _verdict(
             _known[key].unknown is not None and time.monotonic() >= _again[key]
         )
         if is_new:
-            _known[key] = _recorded(*key) or _run_check(backend, problem, entry, *key)
+            verdict = _recorded(*key) or _run_check(backend, problem, entry, *key)
+            peers.agree(*key, verdict)
+            _known[key] = verdict
         return _known[key], is_new
 
 
@@ -161,8 +163,7 @@ def _recorded(variant: Variant, machine: records.Machine) -> Verdict | None:
     last = records.unfinished(variant, machine)
     if last is None or last.number < CRASHES:
         return None
-    record(variant, machine, verdict := outcome.crashes(last))
-    return verdict
+    return outcome.crashes(last, records.attempts_of(variant, machine))
 
 
 def record(variant: Variant, machine: records.Machine, verdict: Verdict) -> bool:
