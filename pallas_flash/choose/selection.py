@@ -117,7 +117,9 @@ def reasons(
     taken: Backend, implementation: str | None, objections: Objections
 ) -> tuple[dict[str, str], str | None]:
     """Why each other implementation was not taken, and the condition on which `taken` was."""
-    name, conditions = requested(implementation), []
+    name = requested(implementation)
+    failed = {} if name else objections.right(taken).failed
+    conditions = [f"whose variant {scheme!r} is {why_not}" for scheme, why_not in failed.items()]
     if implementation in JAX_NN_NAMES:
         conditions.append(
             f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
@@ -127,9 +129,7 @@ def reasons(
             "if its self-check passes on this machine: the first call runs it, or python -m "
             "pallas_flash"
         )
-    failed = {} if name else objections.right(taken).failed
-    conditions += [f"whose variant {scheme!r} is {why_not}" for scheme, why_not in failed.items()]
-    if name not in (None, implementation):
+    elif name not in (None, implementation):
         conditions.append("as PALLAS_FLASH_IMPLEMENTATION says")
 
     def why_not(backend: Backend) -> str:
