@@ -283,15 +283,15 @@ def test_what_ended_two_processes_is_not_run_in_a_third(install, checked, caplog
 
 # ---- jobs of several processes ----
 
-RIGHT, UNKNOWN = outcome.Verdict({}), outcome.Verdict({}, unknown="no memory")
+RIGHT, LATER = outcome.Verdict({}), outcome.Verdict({}, unknown="no memory")
 OFF, MORE = (outcome.Verdict({}, f"dk is off by {n}") for n in (1, 2))
 JOBS = {  # what processes 0 and 1 find: why process 1 raises
     "right, right": (RIGHT, RIGHT, "None"),
     "wrong, right": (OFF, RIGHT, "None"),
     "wrong, wrong": (OFF, MORE, "None"),
     "right, wrong": (RIGHT, OFF, "process 0 found it right. Run python -m pallas_flash on each"),
-    "unknown, wrong": (UNKNOWN, OFF, "process 0 found it unknown"),
-    "unknown, unknown": (UNKNOWN, UNKNOWN, "what could not be checked may be right elsewhere"),
+    "unknown, wrong": (LATER, OFF, "process 0 found it unknown"),
+    "unknown, unknown": (LATER, LATER, "what could not be checked may be right elsewhere"),
 }
 PROCESS = """
 import sys
