@@ -20,6 +20,8 @@ from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
+BITWISE = "bitwise deterministic"
+
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
@@ -92,8 +94,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     with hardware.at(call.arguments().values()):
         problem, context = checks.from_shapes(_problem_of, call)
         name = selection.requested(call.implementation)
-        choice = selection.choose(problem, name, check=False)
-        objections = selection.Objections(problem)
+        called, objections = problem, selection.Objections(problem)
+        problem, choice = selection.choose(called, name, check=False)
         why_not, condition = selection.reasons(choice.backend, call.implementation, objections)
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
@@ -107,6 +109,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         derivatives = in_context if context else choice.backend.derivatives(choice.tiles)
         remark = choice.backend.remark()
         backward = _backward(choice.backend, converted, call.deterministic)
+        if problem is not called:
+            backward = f"{BITWISE}: the one that adds in any order failed its self-check"
         lists = None if converted is problem else _as_table(problem.resolved_mask.lists)
     return Explanation(
         problem,
@@ -129,7 +133,7 @@ def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) 
     """The order in which the backward adds, and why."""
     if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
         return f"{backend.name} has one for this call, whatever deterministic is"
-    order = "bitwise deterministic" if problem.deterministic else "adds in any order"
+    order = BITWISE if problem.deterministic else "adds in any order"
     why = f"deterministic={asked}"
     if asked is None:
         flag = xla_flags.determinism() or "no flag that asks for determinism"

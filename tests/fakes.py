@@ -102,6 +102,15 @@ def backend(name: str, forward=None, backward=None, tangent=None) -> Backend:
     return Backend(name, nothing, nothing, nothing, **passes, own_kernels=True)
 
 
+def with_two_orders(in_any_order=None, in_order=None) -> Backend:
+    """An implementation, "hopper_like", with a backward for each value of deterministic."""
+    right = REFERENCE.backward
+    backwards = {False: in_any_order or right, True: in_order or right}
+    backward = lambda problem, *args: backwards[problem.deterministic](problem, *args)
+    fake = backend("hopper_like", REFERENCE.forward, backward)
+    return fake._replace(tiles=lambda problem: problem.deterministic)
+
+
 def install(put, *fakes: Backend):
     """`put` is monkeypatch.setattr, or setattr where a process ends with it."""
     table = (*fakes, *implementations.BACKENDS)

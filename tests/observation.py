@@ -50,7 +50,7 @@ def attention(implementation: str, tiles: Any = None, **call: Any):
 
     def attend(q, k, v):
         problem, operands = normalised(q, k, v, **call)
-        choice = selection.first(problem, implementation)
+        _, choice = selection.first(problem, implementation)
         # the custom_vjp itself, of which nothing is traced later
         choice = choice._replace(tiles=tiles or choice.tiles, reverse_only=True)
         o, *_ = autodiff.attend(problem, choice, operands)

@@ -4,6 +4,7 @@ environment asks, and the records."""
 import contextlib
 import json
 import pathlib
+import re
 import threading
 
 import fakes
@@ -18,7 +19,9 @@ from jax.sharding import PartitionSpec as P
 import pallas_flash
 from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
-from pallas_flash.choose.selfcheck import records, verdicts
+from pallas_flash.choose.selfcheck import records, trial, verdicts
+from pallas_flash.context_parallel import Ring
+from pallas_flash.jax_support import jax_internals, options
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 
@@ -95,6 +98,52 @@ def test_kernels_that_lie_are_told_with_numbers_and_the_next_are_taken(install, 
     with pytest.warns(RuntimeWarning, match="liar.*dk is off by"):
         call()
     assert checked == ["liar", "honest"]
+
+
+ROWS = P(None, "x")
+
+
+def refused(*_):
+    raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such layout")
+
+
+REFUSED = "wrong on this machine: the compiler rejects it: .*no such layout"
+
+
+def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install, checked):
+    install(fakes.with_two_orders(in_any_order=refused))
+    gradient = lambda **kw: jax.jit(jax.grad(lambda q: jnp.sum(call(q, **kw))))
+    gradient(deterministic=True)(fakes.QUERY)
+    assert checked == ["hopper_like"] and explained(deterministic=True).condition is None
+    told = (
+        f"self-check of hopper_like 16/16 float32, in any order failed .*: {REFUSED}. Falling back "
+        "to hopper_like 16/16 float32, deterministic, which is right; "
+    )
+    with pytest.warns(RuntimeWarning, match=told):
+        found = gradient()(fakes.QUERY)
+    close(found, gradient(implementation="reference")(fakes.QUERY), 1e-5)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    in_a_ring = lambda q: call(q, context=Ring("x"))
+    ring = jax.shard_map(in_a_ring, mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+    traced = [TRANSFORMED[name](gradient()) for name in ("vmap", "scan")]
+    for f in (*traced, jax.grad(lambda q: jnp.sum(ring(q)))):
+        jax.eval_shape(f, fakes.QUERY)
+    assert checked == ["hopper_like"] * 2
+    says = explained()
+    assert (says.implementation, says.tiles, says.problem.deterministic) == ("hopper_like", True, 1)
+    assert re.search(f"^whose variant 'in any order' is {REFUSED}$", says.condition)
+    assert says.backward.endswith("the one that adds in any order failed its self-check")
+    assert taken(implementation="hopper_like") == "hopper_like"
+
+
+def test_where_both_orders_of_the_backward_fail_the_next_family_runs(install, checked):
+    install(fakes.with_two_orders(refused, refused), "honest")
+    with pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ") as told:
+        call()
+    assert [checked, taken(), len(told)] == [["hopper_like"] * 2 + ["honest"], "honest", 2]
+    assert re.search(
+        f"^in any order: {REFUSED}; deterministic: {REFUSED}$", explained().why_not["hopper_like"]
+    )
 
 
 def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
@@ -194,14 +243,6 @@ def on_an_explicit_mesh(f):
     return run
 
 
-def with_options(f):
-    def run(q):
-        with jax.disable_jit(), jax.enable_x64(True):
-            return f(q)
-
-    return run
-
-
 TRANSFORMED = {
     "jit": jax.jit,
     "grad": lambda f: jax.jit(jax.grad(lambda q: jnp.sum(f(q)))),
@@ -210,7 +251,6 @@ TRANSFORMED = {
     "checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(lambda q: jnp.sum(f(q))))),
     "shard_map": mapped,
     "an explicit mesh": on_an_explicit_mesh,
-    "options": with_options,
 }
 
 
@@ -224,6 +264,30 @@ def test_a_check_in_the_middle_of_tracing_is_made_and_disturbs_nothing(name, ins
     assert checked == ["honest"]
     expected = TRANSFORMED[name](lambda q: call(q, implementation="reference"))(q)
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+OTHER = dict(default_prng_impl="rbg", numpy_dtype_promotion="strict", numpy_rank_promotion="raise")
+OTHER |= dict(default_matmul_precision="bfloat16", transfer_guard="disallow")
+OTHER |= dict(array_garbage_collection_guard="log", legacy_prng_key="error")
+
+
+def test_the_check_runs_under_its_own_options(install, monkeypatch):
+    of_jax = lambda: {name: getattr(jax.config, f"jax_{name}") for name in options.DEFAULTS}
+    seen, before = [], of_jax()
+    forward = lambda *args: (seen.append(of_jax()), fakes.REFERENCE.forward(*args))[1]
+    install(fake := fakes.backend("fake", forward))
+    monkeypatch.setattr(trial, "_measure", lambda *_: seen.append(of_jax()))
+    problem = explained().problem
+    try:
+        for name, value in options.DEFAULTS.items():
+            jax.config.update(f"jax_{name}", OTHER.get(name, not value))
+        right = verdicts.first_right(fake, [problem])
+        trial.run_case(trial.Case("fake", 64, 64, "float32", *trial.SHORT[0]), lambda: None)
+    finally:
+        for name, value in before.items():
+            jax.config.update(f"jax_{name}", value)
+    assert right.problem is problem and len(seen) >= 2
+    assert all(found == options.DEFAULTS for found in seen)
 
 
 def test_explain_runs_nothing_and_names_the_condition(install, checked):
@@ -280,6 +344,25 @@ def test_a_record_holds_for_one_gpu_driver_jax_and_package(field):
     assert records.write(fakes.VARIANT, fakes.GPU, dict(wrong=None)) is None
     assert records.read(fakes.VARIANT, fakes.GPU)["wrong"] is None
     assert records.read(fakes.VARIANT, fakes.GPU._replace(**{field: "another"})) is None
+
+
+@pytest.mark.parametrize("place", ["jax", "CUDA_HOME", "XLA_FLAGS", "PATH"])
+def test_a_record_holds_for_the_ptxas_that_compiles_wherever_it_comes_from(
+    place, tmp_path, monkeypatch
+):
+    (folder := tmp_path / "bin").mkdir()
+    ptxas = folder / "ptxas"
+    ptxas.write_text("#!/bin/sh\necho Build cuda_99.9\n")
+    ptxas.chmod(0o755)
+    compilers = records.compilers.__wrapped__
+    assert "cuda_99.9" not in compilers()
+    if place == "jax":
+        monkeypatch.setattr(jax_internals.find("jax._src", "lib"), "cuda_path", str(tmp_path))
+    else:
+        flag = f"--xla_gpu_cuda_data_dir={tmp_path}"
+        value = dict(XLA_FLAGS=flag, PATH=str(folder)).get(place, str(tmp_path))
+        monkeypatch.setenv(place, value)
+    assert "ptxas Build cuda_99.9" in compilers()
 
 
 def test_a_record_holds_as_long_as_no_source_of_the_package_changes(monkeypatch):

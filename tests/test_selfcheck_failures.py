@@ -1,8 +1,10 @@
 """What an error in the self-check says of kernels, and what a process leaves that ends in it."""
 
+import glob
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -11,7 +13,15 @@ import jax
 import pytest
 
 from pallas_flash import explain, flash_attention
-from pallas_flash.choose.selfcheck import attempts, comparison, outcome, records, trial, verdicts
+from pallas_flash.choose.selfcheck import (
+    attempts,
+    comparison,
+    outcome,
+    records,
+    trial,
+    verdicts,
+)
+from pallas_flash.jax_support import jax_internals
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 NAME = "CUDA_ERROR_"
@@ -262,11 +272,104 @@ def test_what_ended_two_processes_is_not_run_in_a_third(install, checked, caplog
         RuntimeWarning, match="crasher .* ended the process 2 times, .* checks again"
     ):
         call()
-    assert checked == ["honest"] and "2 times" in records.read(*key)["wrong"]
+    assert checked == ["honest"] and records.read(*key) is None
+    files = explained().why_not["crasher"].partition(" delete ")[2]
+    assert len(glob.glob(files)) == 2
     verdicts.record(*key, verdicts.TRUSTED)  # of python -m pallas_flash
     install("crasher", "honest")
     assert explained().implementation == "crasher" and explained().condition is None
     assert records.unfinished(*key) is None
+
+
+# ---- jobs of several processes ----
+
+RIGHT, LATER = outcome.Verdict({}), outcome.Verdict({}, unknown="no memory")
+OFF, MORE = (outcome.Verdict({}, f"dk is off by {n}") for n in (1, 2))
+JOBS = {  # what processes 0 and 1 find: why process 1 raises
+    "right, right": (RIGHT, RIGHT, "None"),
+    "wrong, right": (OFF, RIGHT, "None"),
+    "wrong, wrong": (OFF, MORE, "None"),
+    "right, wrong": (RIGHT, OFF, "process 0 found it right. Run python -m pallas_flash on each"),
+    "unknown, wrong": (LATER, OFF, "process 0 found it unknown"),
+    "unknown, unknown": (LATER, LATER, "what could not be checked may be right elsewhere"),
+}
+PROCESS = """
+import sys
+
+import jax
+
+address, me = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, me)
+
+import fakes
+from pallas_flash.choose.selfcheck import peers
+from test_selfcheck_failures import JOBS
+
+for name, found in JOBS.items():
+    try:
+        print(name, peers.agree(name, fakes.GPU, found[me]))
+    except RuntimeError as error:
+        print(name, error)
+"""
+
+
+def refused(*_):
+    raise NotImplementedError
+
+
+@pytest.mark.whole
+def test_processes_of_a_job_compare_what_they_found():
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+    folders = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    env = os.environ | dict(PYTHONPATH=folders, JAX_PLATFORMS="cpu")
+    run = lambda me: [sys.executable, "-c", PROCESS, address, str(me)]
+    started = [
+        subprocess.Popen(run(me), env=env, stdout=subprocess.PIPE, text=True) for me in (0, 1)
+    ]
+    said = [process.communicate(timeout=300)[0].splitlines() for process in started]
+    for line, (name, (*_, reason)) in zip(said[1], JOBS.items(), strict=True):
+        assert line.startswith(name) and reason in line
+
+
+class Job:
+    """What the other processes of a job say that they found."""
+
+    key_value_set = staticmethod(lambda key, value, allow_overwrite: None)
+
+    def __init__(self, found):
+        self.found = found
+
+    def blocking_key_value_get(self, key, milliseconds):
+        if self.found is None:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        return self.found
+
+
+@pytest.mark.parametrize(
+    "job, reason",
+    [
+        (Job("wrong"), None),
+        (
+            Job("right"),
+            "in process 0 of 2: wrong .* process 1 found it right. Run python -m pallas",
+        ),
+        (Job(None), "process 1 did not say within 300 s what it found"),
+        (None, "jax.distributed, by which they could compare, is not running"),
+    ],
+)
+def test_a_process_of_a_job_falls_back_only_where_all_found_the_same(
+    job, reason, install, checked, monkeypatch
+):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax_internals, "job", lambda: job)
+    install(fakes.backend("wide", refused))
+    for _ in range(2):  # again and again, and without another check
+        told = pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ")
+        with pytest.raises(RuntimeError, match=reason) if reason else told:
+            call()
+        verdicts._known.clear()
+    assert checked == ["wide"] and explained().implementation == "blockwise"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -319,10 +319,12 @@ def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
 
 def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):
     asked = []
-    why_not = lambda backend, problem, entry=comparison.FLASH_ATTENTION, check=True: asked.append(
-        (backend.name, entry.name)
-    )
-    monkeypatch.setattr(verdicts, "why_not", why_not)
+
+    def first_right(backend, problems, entry, check):
+        asked.append((backend.name, entry.name))
+        return verdicts.Right(*problems)
+
+    monkeypatch.setattr(verdicts, "first_right", first_right)
     cache = paged_cache(4, 16, 2, 16, pages=8, page=8, dtype="int8")
     cache.attend(fakes.QUERY[:, :1])
     assert asked[-1][1] == "pages of 8 int8"

@@ -179,7 +179,7 @@ class Objections(selection.Objections):
     def checked(self, backend):
         if self._gathers(backend):
             return super().checked(backend)
-        return backend, self._as_decoding, page_kernels.entry_point(self.pages)
+        return [self._as_decoding], page_kernels.entry_point(self.pages)
 
     @property
     def _as_decoding(self) -> Problem:
@@ -192,4 +192,5 @@ class Objections(selection.Objections):
 
 def choose(problem: Problem, pages: Pages, implementation: str | None, check=True) -> Backend:
     objections = Objections(problem, check, pages)
-    return selection.first(problem, selection.requested(implementation), objections).backend
+    _, choice = selection.first(problem, selection.requested(implementation), objections)
+    return choice.backend

@@ -29,7 +29,8 @@ def entry_point(pages: Pages) -> comparison.EntryPoint:
     keys = -(-small_problems.SIZES["keys"] // pages.page) * pages.page
     name = " ".join(filter(None, (f"pages of {pages.page}", pages.stored, pages.alone)))
     results, widen = (functools.partial(f, pages) for f in (_results, _widen))
-    return comparison.EntryPoint(name, results, widen=widen, sizes=dict(keys=keys))
+    sizes, convert = dict(keys=keys), lambda backend, problem: problem  # it reads lists in pages
+    return comparison.EntryPoint(name, results, widen=widen, sizes=sizes, convert=convert)
 
 
 def _results(pages: Pages, p: Problem, choice: Choice, operands: Operands, cotangents):

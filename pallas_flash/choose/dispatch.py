@@ -1,5 +1,7 @@
 """Shards a call over its mesh, selects an implementation, applies differentiable attention."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,17 +42,21 @@ def attend(call: Call):
     """o, lse and the largest logits, or None, of a call on one device."""
     if call.context is None:
         problem, operands = arguments.normalise(call)
-        choice = _choose(call, problem, operands)
+        problem, choice = _choose(call, problem, operands)
     else:
         inner, problem, operands, collective = context_parallel.plan_pass(call.context, call)
-        choice = _choose(call, inner, operands).wrap(*collective)._replace(reverse_only=True)
+        inner, choice = _choose(call, inner, operands)
+        choice = choice.wrap(*collective)._replace(reverse_only=True)
+        # all in which variants differ
+        problem = dataclasses.replace(problem, deterministic=inner.deterministic)
     return _unflatten_batch(call, problem, *autodiff.attend(problem, choice, operands))
 
 
 def _choose(call: Call, problem: arguments.Problem, operands: arguments.Operands):
     name = selection.requested(call.implementation)
-    choice = selection.choose(problem, name)
-    return kernel_pass.wrap(choice, operands, name is not None, selection.checked_tangent)
+    problem, choice = selection.choose(problem, name)
+    is_requested = name is not None
+    return problem, kernel_pass.wrap(choice, operands, is_requested, selection.checked_tangent)
 
 
 def _unflatten_batch(call: Call, problem: arguments.Problem, o, *row_outputs):

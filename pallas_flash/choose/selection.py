@@ -3,6 +3,7 @@ machine's self-check, and says why not another."""
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import ClassVar
 
 from pallas_flash.choose import implementations
@@ -14,9 +15,10 @@ from pallas_flash.tiled.blockwise.backend import blockwise_tangent
 JAX_NN_NAMES = ("xla", "cudnn")  # jax.nn's implementations; here they choose, as None does
 
 
-def choose(problem: Problem, name: str | None = None, check: bool = True) -> Choice:
-    """The requested implementation, or the first that is a default and right on this machine.
-    Without `check` nothing runs, and kernels never checked count as right."""
+def choose(problem: Problem, name: str | None = None, check: bool = True) -> tuple[Problem, Choice]:
+    """The requested implementation, or the first that is a default and right on this machine, and
+    the variant of the problem that it runs. Without `check` nothing runs, and kernels never checked
+    count as right."""
     return first(problem, name, Objections(problem, check))
 
 
@@ -50,30 +52,36 @@ class Objections:
         """Why it does not run the call unless it is named."""
         return backend.why_not_by_default(self.problem)
 
-    def failed_check(self, backend: Backend) -> str | None:
-        """What this machine's self-check says, where it has run or may run."""
-        return None if self.check is None else verdicts.why_not(*self.checked(backend), self.check)
+    def right(self, backend: Backend) -> verdicts.Right:
+        """The variant of the problem that this machine's self-check, where it has run or may run,
+        finds right, and what failed before it."""
+        if self.check is None:
+            return verdicts.Right(self.problem)
+        return verdicts.first_right(backend, *self.checked(backend), self.check)
 
     def is_known(self, backend: Backend) -> bool:
-        """Whether the self-check has a verdict."""
-        return verdicts.is_known(*self.checked(backend))
+        """Whether the self-check has a verdict on the variant that runs."""
+        problem, (_, entry) = self.right(backend).problem, self.checked(backend)
+        return problem is None or verdicts.is_known(backend, problem, entry)
 
-    def checked(self, backend: Backend) -> tuple[Backend, Problem, comparison.EntryPoint]:
-        """The arguments of the self-check."""
-        return backend, backend.converted(self.problem), comparison.FLASH_ATTENTION
+    def checked(self, backend: Backend) -> tuple[Iterable[Problem], comparison.EntryPoint]:
+        """What the self-check runs: variants, in order of preference."""
+        return backend.variants(self.problem), comparison.FLASH_ATTENTION
 
 
 def first(
     problem: Problem, name: str | None = None, objections: Objections | None = None
-) -> Choice:
-    """The implementation of this name, or the first in the table without a reason against it;
-    without `objections` self-checks give none."""
+) -> tuple[Problem, Choice]:
+    """The implementation of this name, which runs the problem as it is, or the first in the table
+    without a reason against it, and the variant that it runs; without `objections` self-checks give
+    no reasons."""
     objections = objections or Objections(problem, None)
-    # the cheap check comes first: why_not may import kernels
-    reasons = objections.by_default, objections.cannot, objections.failed_check
     if name is None:
-        is_free = lambda backend: not any(reason(backend) for reason in reasons)
-        backend = next(filter(is_free, implementations.BACKENDS))
+        # the cheap check comes first: why_not may import kernels
+        is_able = lambda backend: not (objections.by_default(backend) or objections.cannot(backend))
+        able = filter(is_able, implementations.BACKENDS)
+        found = ((backend, objections.right(backend).problem) for backend in able)
+        backend, problem = next(pair for pair in found if pair[1] is not None)
     elif name in implementations.names():
         backend = implementations.find(name)
         if why_not := objections.cannot(backend):
@@ -93,13 +101,14 @@ def first(
             f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "
             f"got {name!r}.{hint}"
         )
-    return Choice(backend, backend.tiles(backend.converted(problem)))
+    return problem, Choice(backend, backend.tiles(backend.converted(problem)))
 
 
 def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
     """The forward mode of kernels, which is checked where it is first used; blockwise's, if it is
     wrong."""
-    if verdicts.why_not(backend, problem, entry=comparison.FORWARD_MODE):
+    entry, instead = comparison.FORWARD_MODE, "blockwise's forward mode"
+    if verdicts.first_right(backend, [problem], entry, instead=instead).problem is None:
         return blockwise_tangent(backend.log_base(problem), problem, *args)
     return backend.tangent(problem, tiles, *args)
 
@@ -108,7 +117,9 @@ def reasons(
     taken: Backend, implementation: str | None, objections: Objections
 ) -> tuple[dict[str, str], str | None]:
     """Why each other implementation was not taken, and the condition on which `taken` was."""
-    name, conditions = requested(implementation), []
+    name = requested(implementation)
+    failed = {} if name else objections.right(taken).failed
+    conditions = [f"whose variant {scheme!r} is {why_not}" for scheme, why_not in failed.items()]
     if implementation in JAX_NN_NAMES:
         conditions.append(
             f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
@@ -128,9 +139,14 @@ def reasons(
             return f"{taken.name} was selected by name"
         return (
             objections.by_default(backend)
-            or objections.failed_check(backend)
+            or _failed_check(objections.right(backend))
             or f"{taken.name} comes before it"
         )
 
     others = [backend for backend in implementations.BACKENDS if backend is not taken]
     return {backend.name: why_not(backend) for backend in others}, ", ".join(conditions) or None
+
+
+def _failed_check(right: verdicts.Right) -> str | None:
+    """Why no variant is right; None: one is."""
+    return right.why_not if right.problem is None else None

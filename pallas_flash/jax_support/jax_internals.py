@@ -114,3 +114,17 @@ def partitioning_callbacks():
         find("jax._src.custom_partitioning", "_ShardingCallbackInfo"),
         find("jax.extend.mlir.ir", "StringAttr"),
     )
+
+
+def cuda_path() -> str | None:
+    """The CUDA toolkit that jax names to XLA and Mosaic, or None."""
+    with contextlib.suppress(ImportError):
+        return find("jax._src.lib", "cuda_path")
+    return None
+
+
+def job() -> Any:
+    """The client by which the processes of jax.distributed exchange strings, or None."""
+    with contextlib.suppress(ImportError):
+        return find("jax._src.distributed", "global_state.client")
+    return None

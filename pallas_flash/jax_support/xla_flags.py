@@ -15,16 +15,27 @@ def determinism() -> str | None:
     return _determinism(os.environ.get("XLA_FLAGS", ""))
 
 
-@functools.cache  # XLA reads a file once, too
+def value(name: str) -> str | None:
+    """The value of a flag; None: it is not set."""
+    return _flags(os.environ.get("XLA_FLAGS", "")).get(name)
+
+
+@functools.cache  # an eager call asks each time
 def _determinism(text: str) -> str | None:
+    is_set = lambda name: _flags(text).get(name, "no").lower() in ("", "1", "true")
+    return next((f"--{name}" for name in filter(is_set, DETERMINISM)), None)
+
+
+@functools.cache  # XLA reads a file once, too
+def _flags(text: str) -> dict[str, str]:
     if text and not text.lstrip().startswith("-"):  # it names a file of flags
         try:
             text = pathlib.Path(text).read_text(errors="replace")
         except OSError:  # XLA, which would have ended the process, started before it was set
-            return None
-    is_set, end = {}, 0
+            return {}
+    values, end = {}, 0
     while match := _FLAG.match(text, end):
-        name, *values = match.groups(default="")
-        is_set[name] = "".join(values).lower() in ("", "1", "true")  # the last one counts
+        name, *parts = match.groups(default="")
+        values[name] = "".join(parts)  # the last one counts
         end = match.end()
-    return next((f"--{name}" for name in DETERMINISM if is_set.get(name)), None)
+    return values

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pallas_flash.masks.resolved_lists import LEAST_TABLE
@@ -106,6 +106,13 @@ class Backend(NamedTuple):
         """Whether its backward for a problem adds in any order, and another is deterministic."""
         in_order = dataclasses.replace(problem, deterministic=True)
         return self.tiles(problem) != self.tiles(in_order)
+
+    def variants(self, problem: Problem) -> Iterator[Problem]:
+        """The problem, and then, in order of preference, problems with the same results by other
+        kernels: one of them runs where the self-check finds the former wrong."""
+        yield problem
+        if self.adds_in_any_order(self.converted(problem)):
+            yield dataclasses.replace(problem, deterministic=True)
 
     def converted(self, problem: Problem) -> Problem:
         """The problem as it takes it: with a table in place of lists, where it takes none."""

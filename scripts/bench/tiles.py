@@ -72,7 +72,7 @@ def attend(change: Callable[[Any], Any] | None, in_one_kernel: bool, *args, **ca
     """flash_attention(*args, **call), which names an implementation, by the tiles that `change`
     makes of its."""
     problem, operands = attention.normalised(*args, **call)
-    choice = selection.first(problem, name := call["implementation"])
+    _, choice = selection.first(problem, name := call["implementation"])
     tiles = one_kernel(problem, name) if in_one_kernel else choice.tiles
     tiles = change(tiles) if change else tiles
     return autodiff.attend(problem, choice._replace(tiles=tiles), operands)[0]

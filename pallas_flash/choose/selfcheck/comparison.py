@@ -91,6 +91,7 @@ class EntryPoint(NamedTuple):
     reference_results: Callable = results  # the same arrays, expected
     widen: Callable = widen  # operands as float32, for the reference
     sizes: dict[str, int] = {}  # of small problems, where SIZES do not fit
+    convert: Callable[[Backend, Problem], Problem] = Backend.converted  # what the kernels run
 
 
 FLASH_ATTENTION = EntryPoint("")

@@ -28,10 +28,11 @@ def hangs(limit: float) -> Verdict:
     return Verdict({}, f"its check did not finish within {limit:g} s")
 
 
-def crashes(last: Attempt) -> Verdict:
-    """The verdict on kernels whose checks, of which this is the last, ended with their process."""
+def crashes(last: Attempt, files: str) -> Verdict:
+    """The verdict on kernels whose checks, of which this is the last and `files` the traces, ended
+    with their process."""
     ended = f"its check ended the process {last.number} times, the last time {last}"
-    return Verdict({}, f"{ended}; it crashes, unless all were killed")
+    return Verdict({}, f"{ended}; it crashes, unless all were killed: then delete {files}")
 
 
 # ---- errors ----

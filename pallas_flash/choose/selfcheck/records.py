@@ -7,15 +7,17 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from pallas_flash.choose.selfcheck import attempts
 from pallas_flash.choose.selfcheck.attempts import Attempt
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import hardware, jax_internals, xla_flags
 
 
 class Machine(NamedTuple):
@@ -59,20 +61,44 @@ COMPILERS = (
     "jaxlib",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
-    "nvidia-cuda-nvcc-cu12",
-    "nvidia-cuda-nvcc",
+    *("nvidia-cuda-nvcc-cu12", "nvidia-cuda-nvcc"),
+    *("nvidia-nvjitlink-cu12", "nvidia-nvjitlink"),
 )
 
 
 @functools.cache
 def compilers() -> str:
-    """The versions of the packages that make code: XLA, its plugin, and ptxas."""
+    """The versions of what makes code: packages, and each ptxas that XLA and Mosaic may find, which
+    a module of the system may have put there."""
     versions = {
         package.name: package.version
         for name in COMPILERS
         for package in importlib.metadata.distributions(name=name)
     }
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
+    named = [f"{name} {version}" for name, version in versions.items()]
+    return ", ".join([*named, *dict.fromkeys(map(_ptxas_version, _ptxas_found()))])
+
+
+def _ptxas_found() -> Iterator[str]:
+    """Each ptxas of the CUDA toolkits that jax, XLA's flags and the environment name, of the usual
+    folder, and of PATH."""
+    named = [jax_internals.cuda_path(), xla_flags.value("xla_gpu_cuda_data_dir")]
+    named += map(os.environ.get, ("CUDA_ROOT", "CUDA_HOME", "CUDA_PATH"))
+    folders = [os.path.join(root, "bin") for root in filter(None, [*named, "/usr/local/cuda"])]
+    found = (shutil.which("ptxas", path=path) for path in (*folders, None))
+    yield from dict.fromkeys(os.path.realpath(path) for path in found if path)
+
+
+def _ptxas_version(path: str) -> str:
+    """The last line in which a ptxas says its version and build; its size and date where it says
+    none."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+        return f"ptxas {said.stdout.strip().splitlines()[-1]}"
+    with contextlib.suppress(OSError):
+        file = os.stat(path)
+        return f"ptxas of {file.st_size} bytes, {file.st_mtime_ns}"
+    return "ptxas"
 
 
 @functools.cache
@@ -119,6 +145,11 @@ def unfinished(variant: Any, machine: Machine) -> Attempt | None:
     with contextlib.suppress(RuntimeError):
         return attempts.unfinished(_path(variant, machine))
     return None
+
+
+def attempts_of(variant: Any, machine: Machine) -> str:
+    """The files of a variant's unfinished checks, as a shell names them."""
+    return f"{_path(variant, machine).with_suffix(f'.*{attempts.SUFFIX}')}"
 
 
 def begin(variant: Any, machine: Machine) -> contextlib.AbstractContextManager:

@@ -21,7 +21,7 @@ from pallas_flash.choose import implementations, selection
 from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems, verdicts
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.choose.selfcheck.verdicts import Variant
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import hardware, options
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.backend import Backend
@@ -203,7 +203,8 @@ def setting(case: Case) -> Setting:
 def run_case(case: Case, ready: Callable[[], None]) -> Finding:
     """The finding of this process, which calls `ready` when it has compiled, and then runs."""
     try:
-        return _measure(case, ready)
+        with options.defaults():
+            return _measure(case, ready)
     except Exception as error:
         return Finding(outcome.fails(error))
 

@@ -7,15 +7,15 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems
+from pallas_flash.choose.selfcheck import comparison, outcome, peers, records, small_problems
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import hardware, options
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.backend import Backend
 from pallas_flash.tiled import split_kv
@@ -27,17 +27,48 @@ AGAIN = 10  # a check that could not finish is repeated after this many times it
 _log = logging.getLogger("pallas_flash")
 
 
-def why_not(
-    backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION, check: bool = True
-) -> str | None:
-    """Why this machine does not run the kernels by default; None: they passed, or are trusted."""
-    verdict = _verdict(backend, problem, check, entry)
-    return verdict and verdict.why_not
+class Right(NamedTuple):
+    """The first of several variants that is right, None if all failed; and why each before it
+    failed, by its scheme."""
+
+    problem: Problem | None
+    failed: dict[str, str] = {}
+
+    @property
+    def why_not(self) -> str | None:
+        """The failures in words, each with its scheme where there are several."""
+        if len(self.failed) < 2:
+            return next(iter(self.failed.values()), None)
+        return "; ".join(map(": ".join, self.failed.items()))
+
+
+def first_right(
+    backend: Backend,
+    problems: Iterable[Problem],
+    entry: EntryPoint = FLASH_ATTENTION,
+    check: bool = True,
+    instead: str = "the next implementation, which explain() names",
+) -> Right:
+    """Runs the self-check of variants until one passes, and warns of those that failed; `instead`
+    is what runs where all did. Without `check` nothing runs, and what is not known is right."""
+    failed, new, right = {}, {}, None
+    for problem in problems:
+        key = _key(backend, problem, entry)
+        verdict, is_new = _verdict(key, backend, problem, entry, check)
+        if verdict is None or verdict.why_not is None:
+            instead, right = f"{key and key.variant}, which is right", problem
+            break
+        failed[key.variant.scheme] = verdict.why_not
+        new |= {key: verdict.why_not} if is_new else {}
+    for key, why_not in new.items():
+        warnings.warn(_warning(*key, why_not, instead), RuntimeWarning, stacklevel=2)
+    return Right(right, failed)
 
 
 def is_known(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> bool:
-    """Whether `why_not` would check nothing."""
-    return _verdict(backend, problem, False, entry) is not None
+    """Whether `first_right` would not run the self-check of this variant."""
+    key = _key(backend, problem, entry)
+    return _verdict(key, backend, problem, entry, check=False)[0] is not None
 
 
 # ---- what is known of the kernels ----
@@ -59,14 +90,22 @@ class Variant(NamedTuple):
         return f"{v.implementation} {v.head_size}/{v.value_size} {v.dtype}, {v.scheme}"
 
 
+class Key(NamedTuple):
+    """What a verdict is on."""
+
+    variant: Variant
+    machine: records.Machine
+
+
 TRUSTED = Verdict({})
-_known: dict[tuple[Variant, records.Machine], Verdict] = {}
+_known: dict[Key, Verdict] = {}
 # when kernels with an unknown verdict may be checked again
-_again: dict[tuple[Variant, records.Machine], float] = {}
+_again: dict[Key, float] = {}
 _one_at_a_time = threading.Lock()
 
 
 def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> Variant:
+    problem = entry.convert(backend, problem)
     # other entry points have no backward
     in_any_order = entry is FLASH_ATTENTION and backend.adds_in_any_order(problem)
     options = {
@@ -82,20 +121,30 @@ def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATT
     return Variant(backend.name, *small_problems.widths(problem), problem.dtype, scheme)
 
 
-def _verdict(backend: Backend, problem: Problem, check: bool, entry: EntryPoint) -> Verdict | None:
-    """The verdict on kernels; None if it is not known, and `check` is False."""
+def _key(backend: Backend, problem: Problem, entry: EntryPoint) -> Key | None:
+    """The key of the verdict on kernels; None if they are trusted."""
     machine = records.machine() if backend.own_kernels and not _trusts() else None
-    if machine is None:
-        return TRUSTED
-    key = variant_of(backend, problem, entry), machine
+    return None if machine is None else Key(variant_of(backend, problem, entry), machine)
+
+
+def _verdict(
+    key: Key | None, backend: Backend, problem: Problem, entry: EntryPoint, check: bool
+) -> tuple[Verdict | None, bool]:
+    """The verdict on kernels, None if it is not known and `check` is False; and whether it has just
+    been asked of a self-check or its record."""
+    if key is None:
+        return TRUSTED, False
     if not check:
-        return _known.get(key) or _recorded(*key)
+        return _known.get(key) or _recorded(*key), False
     with _one_at_a_time:
-        if key not in _known or (_known[key].unknown and time.monotonic() >= _again[key]):
-            _known[key] = _recorded(*key) or _run_check(backend, problem, entry, *key)
-            if why_not := _known[key].why_not:
-                warnings.warn(_warning(*key, why_not), RuntimeWarning, stacklevel=2)
-        return _known[key]
+        is_new = key not in _known or (
+            _known[key].unknown is not None and time.monotonic() >= _again[key]
+        )
+        if is_new:
+            verdict = _recorded(*key) or _run_check(backend, problem, entry, *key)
+            peers.agree(*key, verdict)
+            _known[key] = verdict
+        return _known[key], is_new
 
 
 def _trusts() -> bool:
@@ -114,8 +163,7 @@ def _recorded(variant: Variant, machine: records.Machine) -> Verdict | None:
     last = records.unfinished(variant, machine)
     if last is None or last.number < CRASHES:
         return None
-    record(variant, machine, verdict := outcome.crashes(last))
-    return verdict
+    return outcome.crashes(last, records.attempts_of(variant, machine))
 
 
 def record(variant: Variant, machine: records.Machine, verdict: Verdict) -> bool:
@@ -170,6 +218,7 @@ def _announce(variant: Variant, machine: records.Machine):
 def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdict, bool]:
     """Checks kernels: the verdict, and whether this process can no longer use the GPU."""
     try:
+        problem = entry.convert(backend, problem)
         sizes = small_problems.all_sizes(problem, **entry.sizes)
         # without a limit: compilers may be slow
         ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, entry))
@@ -182,12 +231,12 @@ def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdi
 
 def _in_a_thread(f: Callable, limit: float | None = None):
     """f() in a new thread, which inherits the GPU of the caller, but no transformation, mesh or
-    option; TimeoutError after `limit` s."""
+    option of jax; TimeoutError after `limit` s."""
     result, gpu = concurrent.futures.Future(), hardware.gpu()
 
     def run():
         try:
-            with jax.default_device(gpu):
+            with options.defaults(), jax.default_device(gpu):
                 result.set_result(f())
         except BaseException as error:
             result.set_exception(error)
@@ -196,11 +245,10 @@ def _in_a_thread(f: Callable, limit: float | None = None):
     return result.result(limit)
 
 
-def _warning(variant: Variant, machine: records.Machine, why_not: str) -> str:
+def _warning(variant: Variant, machine: records.Machine, why_not: str, instead: str) -> str:
     return (
         f"pallas_flash: self-check of {variant} failed on this {machine.gpu}: {why_not}. Falling "
-        "back to the next implementation, which explain() names; python -m pallas_flash checks "
-        "again."
+        f"back to {instead}; python -m pallas_flash checks again."
     )
 
 
