@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -67,8 +68,9 @@ class Alibi(_ScoreMod):
     ..., 2^-8.
 
     Each packed sequence may have other slopes: [sequences, N], with key_value_segment_ids, int32
-    [*B, S] or [S], the index of each key's sequence, which
-    `masks.Varlen.key_value_segment_ids` gives.
+    [*B, S] or [S], the index of each key's sequence, which `masks.Varlen.key_value_segment_ids`
+    gives; that of padding is `sequences`. In pages S counts the keys of all pages that the table
+    has for a row.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -94,6 +96,8 @@ class Alibi(_ScoreMod):
                 "Alibi takes slopes [N], one for each query head, or [sequences, N] with "
                 f"key_value_segment_ids; got {shape}{', with these' * has_ids}."
             )
+        if has_ids:
+            _check_ids(self.key_value_segment_ids, shape[0])
 
     @property
     def heads(self) -> int:
@@ -106,6 +110,18 @@ class Alibi(_ScoreMod):
             rows = ids.reshape(-1, ids.shape[-1])
             slopes = slopes[rows[0 if ids.ndim == 1 else b, kv_idx]]
         return score - slopes[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
+
+
+def _check_ids(ids, sequences: int):
+    """Raises where ids that are known are of no sequence: jax would clamp them."""
+    if not all(isinstance(x, int) or checks.is_known(x) for x in jax.tree.leaves(ids)):
+        return
+    ids = np.asarray(jax.device_get(ids))
+    for wrong in ids[(ids < 0) | (ids > sequences)][:1]:
+        raise ValueError(
+            f"key_value_segment_ids of Alibi must be 0 to {sequences - 1}, the rows of slopes, or "
+            f"{sequences}, which is padding; got {wrong}."
+        )
 
 
 @pytrees.dataclass(repr=False)

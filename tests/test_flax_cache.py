@@ -233,7 +233,7 @@ REFUSED = {
         (WINDOW, of_steps, dict(mask=np.ones((4, 128), bool))),
     ),
     "a mask of pages": (
-        "a PagedCache does not support mask",
+        "a PagedCache does not support mask. Its mask is a masks.KeyLists alone: the layer's is_c",
         (PLAIN, of_pages, dict(mask=np.ones((4, 16), bool))),
     ),
     "no window": (
@@ -253,7 +253,7 @@ REFUSED = {
         (PLAIN, of_steps, {}),
     ),
     "a mask in 8 bits": (
-        "a quantised KVCache does not support mask. Use an unquantised KVCache",
+        "a quantised KVCache does not support mask. An unquantised KVCache, from init_cache, does",
         (PLAIN, lambda model: model.init_cache(B, 9, jnp.int8), dict(mask=np.ones((4, 64), bool))),
     ),
     "no room for a token": (
@@ -277,7 +277,7 @@ REFUSED = {
         (WINDOW, lambda _: paged_cache(3, 9, 2, 6, pages=9), {}),
     ),
     "dropout": (
-        "does not support dropout_rate, dropout_rng. .* layer.eval",
+        "does not support dropout_rate, dropout_rng. layer.eval",
         (dict(dropout_rate=0.1), of_pages, dict(rngs=jax.random.key(0))),
     ),
 }

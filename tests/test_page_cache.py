@@ -1,13 +1,16 @@
 """The cache of pages: where tokens go, and what it refuses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import normal
 from decoding import B, H, K, T, ints
 
-from pallas_flash import flash_attention, paged_cache
+from pallas_flash import flash_attention, paged_cache, scores
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -175,14 +178,75 @@ def test_shared_pages_are_free_when_the_last_row_releases_them(rng):
     assert not cache.release(np.array([False, True, False])).users.any()
 
 
-def test_more_tokens_than_there_are_count_as_those_and_fewer_than_none_as_none(rng):
+def test_where_count_is_traced_more_than_all_tokens_are_all_and_fewer_than_none_none():
     cache = empty(8)
     new = jnp.ones((B, 3, K, H))
-    assert cache.append(new, new, count=[9, -1, 2]).lengths.tolist() == [3, 0, 2]
+    assert jax.jit(type(cache).append)(cache, new, new, ints(9, -1, 2)).lengths.tolist() == [
+        3,
+        0,
+        2,
+    ]
 
 
-@pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (-1, 1), (3, 1)])
-def test_to_share_with_no_row_changes_nothing_where_it_is_traced(source, target, rng):
+def attends(found, cache, query, count, **kw):
+    """Asserts that the first count[b] queries of each row are its last tokens, and the others 0."""
+    for b, n in enumerate(count):
+        length, rows = int(cache.lengths[b]), []
+        for pages, scales in (cache.k_pages, cache.k_scales), (cache.v_pages, cache.v_scales):
+            row = np.asarray(pages[cache.page_table[b]], np.float32)
+            row = row if scales is None else row * scales[cache.page_table[b]][..., None]
+            rows.append(row.reshape(1, -1, K, H)[:, :length])
+        assert not found[b, n:].any()
+        if n and length:
+            seen = dict(is_causal=True, query_offset=length - n) | kw
+            q = query[b : b + 1, :n]
+            expected = oracle.attention(q, *rows, np.zeros(q.shape), np.zeros(q.shape[:3]), **seen)
+            np.testing.assert_allclose(found[b : b + 1, :n], expected[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_a_padded_prompt_then_single_tokens_then_a_refill_attend_without_a_word(stored, rng):
+    """Inside of jit, where the cache alone says which queries are real."""
+    new, query = (jnp.asarray(normal(rng, B, T, heads, H)) for heads in (K, 2 * K))
+    cache = paged_cache(B, 24, K, H, pages=9, page=8, dtype=stored)
+
+    @jax.jit
+    def fill(cache, count):
+        cache = cache.release(count > 0).append(new, -new, count)
+        return cache, cache.attend(query)
+
+    def token(cache, at):
+        one = lambda x: jax.lax.dynamic_slice_in_dim(x, at, 1, 1)
+        cache = cache.append(one(new), -one(new), ints(1, 0, 0))
+        return cache, cache.attend(one(query))
+
+    cache, found = fill(cache, prompt := ints(T, 2, 0))
+    attends(found, cache, query, prompt)
+    cache, found = jax.jit(functools.partial(jax.lax.scan, token))(cache, jnp.arange(3))
+    attends(found[2], cache, query[:, 2:], ints(1, 1, 0))
+    cache, found = fill(cache, refill := ints(0, 4, 3))
+    attends(found, cache, query, refill)
+    assert cache.lengths.tolist() == [T + 3, 4, 3]
+
+
+def test_other_queries_than_those_of_the_last_append_are_the_last_or_where_they_are_said_to_be(rng):
+    new, query = (jnp.asarray(normal(rng, B, T, heads, H)) for heads in (K, 2 * K))
+    count, ends = ints(T, 2, 0), ints(0, 2, 4, 5)
+    cache = empty(9).append(new, -new, count)
+    attends(cache.attend(query[:, :2]), cache, query, ints(2, 2, 0))
+    of_another_sequence = cache.attend(query, is_causal=False)
+    attends(of_another_sequence, cache, query, ints(T, T, 0), is_causal=False)
+    begin = cache.attend(query, query_offset=ints(0, 0, 0))
+    attends(begin, cache, query, ints(T, T, 0), query_offset=0)
+    assert cache.release(count > 2).share(1, 0).appended.tolist() == [0, 2, 0]
+    cache = cache.append(new[0], -new[0], cu_seqlens_q=ends)
+    by_name = [cache.attend(query[0], **{n: ends}) for n in ("cu_seqlens", "cu_seqlens_q")]
+    np.testing.assert_array_equal(*by_name)
+    attends(cache.attend(query, query_seq_lengths=np.diff(ends)), cache, query, np.diff(ends))
+
+
+@pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (-1, 1), (3, 1), (0, 0)])
+def test_to_share_with_itself_or_no_row_changes_nothing_where_it_is_traced(source, target, rng):
     cache, _ = filled(empty(6), rng, [(5, 3, 0)] * 2)
     shared = jax.jit(type(cache).share)(cache, source, target)
     for name in ("page_table", "lengths", "users"):
@@ -219,13 +283,71 @@ MISUSED = {
         lambda cache: cache.share(0, -1),
         "target must be the number of a row, from 0 to 1; got -1",
     ),
+    "more tokens than are given": (
+        lambda cache: cache.append(NEW, NEW, [4, -5]),
+        r"count must be 0 to the 3 tokens given; got \[4, -5\]",
+    ),
+    "room for fewer than no tokens": (
+        lambda cache: cache.reserve(-1),
+        r"tokens must be 0 or more; got \[-1, -1\]",
+    ),
+    "a shortage of fewer than no tokens": (
+        lambda cache: cache.shortage(jnp.array([0, -1])),
+        r"tokens must be 0 or more; got \[0, -1\]",
+    ),
+    "integers for keys": (
+        lambda cache: cache.append(NEW.astype(int), NEW),
+        r"key must be float32, .* quantises it. Got int32. .* key.astype\(jnp.float32\) times its",
+    ),
+    "values in 8 bits": (
+        lambda cache: cache.append(NEW, NEW.astype("float8_e4m3fn")),
+        "value must be float32, .* Got float8_e4m3fn",
+    ),
+    "a dtype of values that are keys": (
+        lambda _: paged_cache(2, 16, 2, 8, pages=4, values_are_keys=True, value_dtype="int8"),
+        "value_dtype must be None with values_are_keys, .* have their dtype; got int8",
+    ),
+    "lengths of a cache that has them": (
+        lambda cache: cache.attend(NEW, lengths=[1, 2]),
+        r"attend\(\) passes the cache's own lengths: .* query_seq_lengths says how many queries",
+    ),
+    "both names of one argument": (
+        lambda cache: cache.attend(NEW[0], cu_seqlens=[0, 1, 2], cu_seqlens_q=[0, 1, 2]),
+        "cu_seqlens and cu_seqlens_q are two names of one argument; got both",
+    ),
+    "rows of packed tokens, and how many": (
+        lambda cache: cache.append(NEW[0], NEW[0], 1, cu_seqlens=[0, 1, 2]),
+        "count cannot go with cu_seqlens, which says",
+    ),
+    "ends of other rows": (
+        lambda cache: cache.append(NEW[0], NEW[0], cu_seqlens=[0, 1]),
+        r"cu_seqlens must be int32 \[B \+ 1\] = \(3,\); got \(2,\)",
+    ),
+    "ends beyond the queries": (
+        lambda cache: cache.attend(NEW[0], cu_seqlens=[0, 1, 4]),
+        r"cu_seqlens must ascend, from 0 or more to the 3 tokens at most; got \[0, 1, 4\]",
+    ),
+    "more queries than the shortest row has tokens": (
+        lambda cache: cache.append(NEW, NEW, [3, 1]).attend(NEW[:, :2]),
+        "at least as many keys as real queries, .* got 2 queries and 1 keys in row 1: query_seq_l",
+    ),
+    "queries of tokens that are not there": (
+        lambda cache: cache.append(NEW, NEW, [0, 1]).attend(NEW[0], cu_seqlens=[0, 1, 3]),
+        "got 2 queries and 1 keys in row 1: append adds the keys of new tokens first",
+    ),
+    "ids of other keys": (
+        lambda cache: cache.append(NEW, NEW).attend(
+            NEW, score_mod=scores.Alibi(jnp.ones((5, 2)), np.zeros((2, 3), int))
+        ),
+        r"key_value_segment_ids of Alibi must be .* = \(2, 16\), .* got \(2, 3\)",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISUSED)
 def test_what_a_cache_would_broadcast_or_drop_in_silence_raises(name):
     misuse, message = MISUSED[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         misuse(paged_cache(2, 16, 2, 8, pages=4, page=8, dtype="float32"))
 
 

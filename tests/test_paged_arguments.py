@@ -78,6 +78,21 @@ WRONG = {
         dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 6]),
         r"cu_seqlens_q must ascend, from 0 or more to the 5 tokens at most; got \[0, 6\]",
     ),
+    "more real queries than queries": (
+        {},
+        dict(query_seq_lengths=[2]),
+        "query_seq_lengths must be 0 to the 1 queries of a row; got 2 in row 0",
+    ),
+    "more real queries than keys": (
+        {},
+        dict(query=jnp.ones((1, 5, 1, 8)), query_seq_lengths=[4]),
+        "got 4 queries and 3 keys in row 0: query_seq_lengths .* query_offset .* is_causal=False",
+    ),
+    "ragged tokens beyond the keys": (
+        {},
+        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[1, 5]),
+        "got 4 queries and 3 keys in row 0: append adds",
+    ),
     "ragged tokens and lengths": (
         {},
         dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]),

@@ -309,8 +309,8 @@ def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(
 def test_on_an_explicit_mesh_a_full_cache_says_so_and_attends_with_nan(rng):
     cache = paged_cache(4, 24, 2, 8, pages=7, page=8, dtype="float32")
     places = dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model"))
-    places |= dict.fromkeys(("page_table", "lengths", "lost"), P("data"))
-    new, query = (jnp.asarray(normal(rng, 4, n, heads, 8)) for n, heads in ((9, 2), (1, 4)))
+    places |= dict.fromkeys(("page_table", "lengths", "lost", "appended"), P("data"))
+    new, query = (jnp.asarray(normal(rng, 4, 9, heads, 8)) for heads in (2, 4))
 
     @jax.jit
     def step(cache, new, query):

@@ -55,7 +55,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
     cu_seqlens = call.cu_seqlens_q
     cu_seqlens = None if cu_seqlens is None else ragged.within(cu_seqlens, T)
     if call.query_offset is None:
-        new = T if call.query_seq_lengths is None else call.query_seq_lengths
+        new = T if call.query_seq_lengths is None else jnp.clip(call.query_seq_lengths, 0, T)
         new = new if cu_seqlens is None else jnp.diff(cu_seqlens)
         keys = jnp.minimum(call.lengths, call.page_table.shape[1] * sizes["C"])
         call = call.replace(query_offset=keys - new)

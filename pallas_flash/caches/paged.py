@@ -176,9 +176,10 @@ def paged_attention(
       page_table: int32 [B, pages of a row].
       lengths: int32 [B], how many keys each row has, those of its new tokens included; at most
         those of its pages. Keys of a page beyond them may be NaN.
-      query_seq_lengths: int32 [B]: how many of the T queries of each row are real; all by default.
-      query_offset: int32 [B], the position of each row's first query; by default the queries are at
-        the last of the row's keys.
+      query_seq_lengths: int32 [B]: how many of the T queries of each row, from the first on, are
+        real; all by default. The others get 0.
+      query_offset: int32 [B], the position of each row's first query. By default the real queries
+        are at the last of the row's keys: it is lengths - query_seq_lengths, or lengths - T.
       cu_seqlens_q: int32 [B + 1], ascending: the query is [T, N, H], and row b has the tokens from
         cu_seqlens_q[b] up to, not including, cu_seqlens_q[b + 1]: of some rows a prompt, of others
         one token, of others none. Tokens of no row are padding. Up to 64 K / N tokens of a row at a
@@ -291,11 +292,12 @@ def checked_call(
         )
     rows = dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset)
     rows = {name: _by_row(name, x, lengths.shape) for name, x in rows.items()}
+    sizes = PagedCall.layout.sizes(k_pages.shape)
+    keys = len(table), table.shape[1] * sizes["C"]
     if score_mod is not None:
         score_mod = BoundScoreMod.bind(
-            scores.fitting(score_mod, query.shape[-2]), checks.sums(query.dtype)
+            scores.fitting(score_mod, query.shape[-2], keys), checks.sums(query.dtype)
         )
-    sizes = PagedCall.layout.sizes(k_pages.shape)
     call = PagedCall(
         query=query,
         mask=None if mask is None else _lists(mask, query.shape, sizes["K"]),

@@ -1,20 +1,20 @@
 """`PagedCache`: keys and values in pages, which its rows take, fill, share and give back, by pure
 functions for jax.jit."""
 
-from collections.abc import Callable
 from typing import NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_flash import checks
-from pallas_flash.caches import ragged
+from pallas_flash.caches import allocator, ragged
+from pallas_flash.caches.allocator import Shortage
 from pallas_flash.caches.paged import PAGE, Options, paged_attention
 from pallas_flash.checks import AnyArray
 from pallas_flash.devices import sharding
+from pallas_flash.problem import arguments
 from pallas_flash.problem.page_layout import PageLayout
 from pallas_flash.tiled import quantised
 
@@ -39,6 +39,8 @@ class PagedCache(NamedTuple):
     lengths: Int[Array, "B"]  # keys of each row
     users: Int[Array, "P"]  # how many rows have each page
     lost: Int[Array, "B"]  # tokens that did not fit since the row was last released
+    appended: Int[Array, "B"]  # tokens that each row got from the last append
+    append_length: Int[Array, ""]  # the T of that append; 0: its tokens were packed
     k_scales: Float[Array, "P page K"] | None = None  # of a cache in 8 bits
     v_scales: Float[Array, "P page K"] | None = None
 
@@ -49,28 +51,28 @@ class PagedCache(NamedTuple):
     @property
     def axes(self) -> dict[str, str]:
         """A letter for each axis of a field that is no argument of `paged_attention`."""
-        return dict(users="P", lost="B")
+        return dict(users="P", lost="B", appended="B", append_length="")
 
     @property
     def room(self) -> Int[Array, "B"]:
         """How many keys the pages of each row hold."""
-        P, page = _pool_size(self)
+        P, page = allocator.pool_size(self)
         return jnp.sum(self.page_table < P, 1, dtype=jnp.int32) * page
 
-    def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> "Shortage":
+    def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> Shortage:
         """What an append of `tokens` more tokens to each row would lack, (pages, tokens): pages,
         int32 [], that would have to be free besides those that are; and tokens, int32 [B], of each
         row that would be beyond max_length, or follow lost ones. If all are 0, it fits."""
-        tokens = self._by_row("tokens", tokens)
-        cache, arrays, _ = _on_each_device(self, dict(tokens=tokens))
-        return _shortage(cache, **arrays)
+        tokens = jnp.asarray(self._by_row("tokens", tokens))
+        cache, arrays, _ = allocator.on_each_device(self, dict(tokens=tokens))
+        return allocator.shortage(cache, **arrays)
 
     def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
         """The cache with pages for `tokens` more tokens of each row. Inside of jax.jit a row gets
         them as long as there are free pages and entries of the table."""
         tokens = self._by_row("tokens", tokens)
         self._check_room("reserve", tokens)
-        return _change(_reserve, self, tokens=tokens)
+        return allocator.change(allocator.reserve, self, tokens=jnp.asarray(tokens))
 
     def append(
         self,
@@ -78,39 +80,33 @@ class PagedCache(NamedTuple):
         value: Float[AnyArray, "*B T K H"] | None,
         count: Int[AnyArray, "#B"] | int | None = None,
         cu_seqlens: Int[AnyArray, "B+1"] | None = None,
+        *,
+        cu_seqlens_q: Int[AnyArray, "B+1"] | None = None,
     ) -> "PagedCache":
         """The cache with the first `count` of T tokens added to each row, by default all, in pages
-        as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
-        row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]."""
-        B, key = len(self.page_table), checks.array("key", key)
-        new, pages_of = dict(key=key), dict(key=self.k_pages)
+        as `reserve` gives them. With cu_seqlens, or cu_seqlens_q, int32 [B + 1], key and value are
+        [T, K, H], and row b takes the tokens from cu_seqlens[b] up to, not including,
+        cu_seqlens[b + 1]. A cache in 8 bits quantises them."""
+        name, cu_seqlens = _cu_seqlens(cu_seqlens, cu_seqlens_q)
+        new = dict(key=checks.array("key", key))
         if self.v_pages is not None:
-            new["value"], pages_of["value"] = checks.array("value", value), self.v_pages
+            new["value"] = checks.array("value", value)
         elif value is not None:
             raise ValueError("value must be None to match the cache, whose values are its keys'.")
-        rows, letters = ((B,), "[B, T, K, H]") if cu_seqlens is None else ((), "[T, K, H]")
-        for name, x in new.items():
-            sizes = self.layout.sizes(pages_of[name].shape)
-            fits = (*rows, *key.shape[len(rows) : len(rows) + 1], sizes["K"], sizes["H"])
-            if x.shape != fits:
-                raise ValueError(
-                    f"{name} must be {letters} = {fits} to match the cache; got {x.shape}."
-                )
-        T = key.shape[-3]
+        self._check_tokens(new, cu_seqlens is not None)
+        T = new["key"].shape[-3]
         if cu_seqlens is None:
-            new["count"] = jnp.clip(self._by_row("count", T if count is None else count), 0, T)
-            self._check_room("append", new["count"])
-            return sharding.map_cache(_append, self, new)[1]
-        ends = checks.ints("cu_seqlens", cu_seqlens)
-        if count is not None or ends.shape != (B + 1,):
-            raise ValueError(
-                f"cu_seqlens must be int32 [B + 1] = ({B + 1},), without count; got {ends.shape}."
-            )
-        checks.ends("cu_seqlens", ends, T, first=None)
+            count = self._by_row("count", T if count is None else count, T)
+            self._check_room("append", count)
+            new["count"] = jnp.clip(count, 0, T)
+            return sharding.map_cache(allocator.append, self, new)[1]
+        if count is not None:
+            raise ValueError(f"count cannot go with {name}, which says how many tokens a row gets.")
+        ends = self._ends(name, cu_seqlens, T)
         new["cu_seqlens"] = jnp.asarray(ends)
         if checks.is_constant(ends):
             self._check_room("append", jnp.diff(ragged.within(new["cu_seqlens"], T)))
-        return sharding.map_cache(_append_ragged, self, new)[1]
+        return sharding.map_cache(allocator.append_ragged, self, new)[1]
 
     def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
         """The cache with these rows empty, as if they had lost no tokens; their pages that no other
@@ -121,15 +117,15 @@ class PagedCache(NamedTuple):
                 f"rows must be bool [B] = {self.lengths.shape}, True: release; got {rows.dtype} "
                 f"{rows.shape}."
             )
-        return _change(_release, self, rows=rows)
+        return allocator.change(allocator.release, self, rows=rows)
 
     def share(
         self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int
     ) -> "PagedCache":
         """The cache in which row `target` begins as row `source`: both have the full pages of the
         source, and the target's own pages are released. Tokens behind the full pages are not
-        shared; append them to the target. If one of the numbers is traced and is that of no row,
-        nothing changes."""
+        shared; append them to the target. If both are one row, or one of the numbers is traced and
+        is that of no row, nothing changes."""
         rows, B = dict(source=source, target=target), len(self.page_table)
         rows = {name: checks.ints(name, row) for name, row in rows.items()}
         for name, row in rows.items():
@@ -139,194 +135,131 @@ class PagedCache(NamedTuple):
                 raise ValueError(
                     f"{name} must be the number of a row, from 0 to {B - 1}; got {row}."
                 )
-        return _change(_share, self, **rows)
+        return allocator.change(allocator.share, self, **rows)
 
     @overload
     def attend(
-        self, query: Float[AnyArray, "*B T N H"], **options: Unpack[Options]
+        self,
+        query: Float[AnyArray, "*B T N H"],
+        *,
+        cu_seqlens: Int[AnyArray, "B+1"] | None = None,
+        **options: Unpack[Options],
     ) -> Float[Array, "*B T N Hv"]: ...
     @overload
     def attend(
         self,
         query: Float[AnyArray, "*B T N H"],
         *,
+        cu_seqlens: Int[AnyArray, "B+1"] | None = None,
         return_residual: bool = False,
         return_max_logits: bool = False,
         **options: Unpack[Options],
     ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]: ...
-    def attend(self, query, **options):
+    def attend(self, query, *, cu_seqlens=None, **options):
         """`paged_attention` of the query to this cache, with its other options: value_size, if the
-        cache holds keys alone. A row that lost tokens gets NaN."""
-        pages = self.k_pages, self.v_pages, self.page_table, self.lengths
-        scales = dict(k_scales=self.k_scales, v_scales=self.v_scales)
-        results = paged_attention(query, *pages, **scales, **options)
-        has_lost = self.lost > 0
-        if (cu_seqlens := options.get("cu_seqlens_q")) is None:
+        cache holds keys alone. cu_seqlens is another name of cu_seqlens_q.
+
+        A query [B, T, N, H] with T > 1 and the T of the last `append` is that of the tokens
+        appended: row b has as many real queries as it got tokens (query_seq_lengths), so that a
+        padded prompt is right as it is. A query of another T, or with T = 1, is that of the last T
+        tokens of each row. query_seq_lengths and query_offset say otherwise. A row that lost tokens
+        gets NaN."""
+        query = checks.array("query", query)
+        pages = dict(k_pages=self.k_pages, v_pages=self.v_pages, page_table=self.page_table)
+        pages |= dict(lengths=self.lengths, k_scales=self.k_scales, v_scales=self.v_scales)
+        if given := [name for name in options if name in pages]:
+            raise TypeError(
+                f"attend() passes the cache's own {' and '.join(given)}: leave out what is not of "
+                "the query. query_seq_lengths says how many queries of a row are real."
+            )
+        name, cu_seqlens = _cu_seqlens(cu_seqlens, options.pop("cu_seqlens_q", None))
+        if cu_seqlens is not None:
+            T = len(query) if query.ndim == 3 else None
+            cu_seqlens = self._ends(name, cu_seqlens, T)
+        has_lost, is_padded = self.lost > 0, cu_seqlens is None and query.ndim == 4
+        if not (is_padded and query.shape[1] == 1):
+            if checks.is_known(self.lost):  # the queries of tokens that were lost do not raise
+                pages["lengths"] = jnp.where(has_lost, 0, self.lengths)
+            options |= self._queries(query.shape[1], options) if is_padded else {}
+        results = paged_attention(query, **pages, cu_seqlens_q=cu_seqlens, **options)
+        if cu_seqlens is None:
             has_lost = has_lost[:, None]  # [B, T]
         else:
-            ends = ragged.within(jnp.asarray(checks.ints("cu_seqlens_q", cu_seqlens)), len(query))
+            ends = ragged.within(jnp.asarray(cu_seqlens), len(query))
             tokens = ragged.Places.of(ends, len(query))
             has_lost = has_lost[tokens.row] & tokens.is_real  # [T]
         by_token = lambda x: has_lost.reshape(*has_lost.shape, *(1,) * (x.ndim - has_lost.ndim))
         return jax.tree.map(lambda x: jnp.where(by_token(x), jnp.nan, x), results)
 
+    def _queries(self, T: int, options: dict) -> dict:
+        """Which of T queries are real and where they are, unless the options say it."""
+        if any(options.get(name) is not None for name in ("query_seq_lengths", "query_offset")):
+            return {}
+        count = jnp.where(self.append_length == T, self.appended, T)
+        if checks.flag("is_causal", options.get("is_causal", True)):
+            return dict(query_seq_lengths=count)
+        # all may be real, as those of a decoder to an encoder's keys
+        return dict(query_offset=self.lengths - count)
+
     def _check_room(self, name: str, tokens):
         """Raises where the values are known and not all of `tokens` [B] new tokens of each row
         fit."""
-        numbers = {name: getattr(self, name) for name in NUMBERS} | dict(tokens=tokens)
+        numbers = {name: getattr(self, name) for name in allocator.ROOM} | dict(tokens=tokens)
         if not all(map(checks.is_constant, numbers.values())):
             return
         numbers = jax.device_get(numbers)
         tokens, cache = numbers.pop("tokens"), self._replace(**numbers)
-        if reasons := [*_why_no_room(cache, name, tokens)]:
+        if reasons := [*allocator.why_no_room(cache, name, tokens)]:
             raise ValueError(" ".join(reasons))
 
-    def _by_row(self, name: str, x) -> Int[Array, "B"]:
-        """x as a number for each row; one number is for all."""
+    def _check_tokens(self, new: dict[str, Array], is_packed: bool):
+        """Raises where keys and values, under these names, do not fit the cache or each other."""
+        rows, letters = ((), "[T, K, H]") if is_packed else (self.lengths.shape, "[B, T, K, H]")
+        pages_of = dict(key=self.k_pages, value=self.v_pages)
+        for name, x in new.items():
+            sizes, first = self.layout.sizes(pages_of[name].shape), len(rows)
+            fits = (*rows, *new["key"].shape[first : first + 1], sizes["K"], sizes["H"])
+            if x.shape != fits:
+                raise ValueError(
+                    f"{name} must be {letters} = {fits} to match the cache; got {x.shape}."
+                )
+            if str(x.dtype) not in arguments.DTYPES:
+                raise TypeError(
+                    f"{name} must be {', '.join(arguments.DTYPES)}, as a model computes it; a "
+                    f"cache in 8 bits quantises it. Got {x.dtype}. If it is quantised, append "
+                    f"{name}.astype(jnp.float32) times its scales."
+                )
+
+    def _ends(self, name: str, x, T: int | None = None) -> Int[AnyArray, "B+1"]:
+        """x as the ends of the rows among T tokens."""
+        x, shape = checks.ints(name, x), (len(self.lengths) + 1,)
+        if x.shape != shape:
+            raise ValueError(f"{name} must be int32 [B + 1] = {shape}; got {x.shape}.")
+        checks.ends(name, x, T, first=None)
+        return x
+
+    def _by_row(self, name: str, x, most: int | None = None) -> Int[AnyArray, "B"]:
+        """x as a number for each row, NumPy's where it is known; one number is for all."""
         x, shape = checks.ints(name, x), self.lengths.shape
         if x.shape not in (shape, (1,), ()):
             raise ValueError(
                 f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}."
             )
-        return jnp.broadcast_to(x, shape)
+        if not checks.is_known(x):
+            return jnp.broadcast_to(x, shape)
+        x = np.broadcast_to(jax.device_get(x), shape)
+        if x.min() < 0 or (most is not None and x.max() > most):
+            upper = "or more" if most is None else f"to the {most} tokens given"
+            raise ValueError(f"{name} must be 0 {upper}; got {x.tolist()}.")
+        return x
 
 
-class Shortage(NamedTuple):
-    """The pages and the tokens' places that an `append` would lack."""
-
-    pages: Int[Array, ""]
-    tokens: Int[Array, "B"]
-
-
-NUMBERS = "page_table", "lengths", "users", "lost"  # fields that methods change besides the pages
-
-
-def _pool_size(cache: PagedCache) -> tuple[int, int]:
-    """The number of pages, and the keys of a page."""
-    sizes = cache.layout.sizes(cache.k_pages.shape)
-    return sizes["P"], sizes["C"]
-
-
-def _on_each_device(cache: PagedCache, arrays: dict) -> tuple[PagedCache, dict, Callable]:
-    """The cache, the arrays, and a function of a new cache. On a mesh with explicit axes the
-    numbers of both are whole on each device, and the function shards those of the new cache as
-    before."""
-    mesh = sharding.find_explicit(sharding.collect_meshes(jax.tree.leaves((cache, arrays))))
-    if mesh is None:
-        return cache, arrays, lambda new: new
-    placed = lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec))
-    whole = lambda x: placed(x, PartitionSpec())
-    numbers = {name: getattr(cache, name) for name in NUMBERS}
-    specs = {name: jax.typeof(x).sharding.spec for name, x in numbers.items()}
-    back = lambda new: new._replace(
-        **{name: placed(getattr(new, name), spec) for name, spec in specs.items()}
-    )
-    return cache._replace(**jax.tree.map(whole, numbers)), jax.tree.map(whole, arrays), back
-
-
-def _change(change: Callable, cache: PagedCache, **arrays) -> PagedCache:
-    """The cache after change(cache, **arrays), which changes its numbers alone."""
-    cache, arrays, back = _on_each_device(cache, arrays)
-    return back(change(cache, **arrays))
-
-
-def _needed(cache: PagedCache, tokens, xp):
-    """The number of new pages that `tokens` more tokens of each row need, and the number of these
-    tokens that the row's table cannot hold. xp is NumPy for a cache of NumPy's arrays."""
-    (P, page), pages = _pool_size(cache), cache.page_table.shape[1]
-    # a row that lost tokens takes no more: the next would follow a gap
-    fitting = xp.where(cache.lost > 0, 0, xp.minimum(tokens, pages * page - cache.lengths))
-    present = xp.sum(cache.page_table < P, 1, dtype=np.int32)
-    return xp.maximum(-(-(cache.lengths + fitting) // page) - present, 0), tokens - fitting
-
-
-def _shortage(cache: PagedCache, tokens, xp=jnp) -> Shortage:
-    needed, beyond = _needed(cache, tokens, xp)
-    free = xp.sum(cache.users == 0, dtype=np.int32)
-    return Shortage(xp.maximum(xp.sum(needed, dtype=np.int32) - free, 0), xp.maximum(beyond, 0))
-
-
-def _why_no_room(cache: PagedCache, name: str, tokens):
-    """Yields a reason for each limit that `tokens` [B] more tokens would pass, in a cache whose
-    numbers are NumPy's."""
-    (P, page), pages = _pool_size(cache), cache.page_table.shape[1]
-    lacking = _shortage(cache, tokens, np)
-    if lacking.pages:
-        free = np.sum(cache.users == 0)
-        few = "1 page" if lacking.pages == 1 else f"{lacking.pages} pages"
-        yield (
-            f"{name} lacks {few}: it needs {lacking.pages + free}, and {free} of {P} "
-            f"{'is' if free == 1 else 'are'} free. Release rows, or make the cache with more: "
-            "paged_cache(pages=...)."
-        )
-    for b in np.flatnonzero(lacking.tokens)[:1]:
-        yield (
-            f"row {b} lost {cache.lost[b]} tokens, and takes no more until it is released."
-            if cache.lost[b]
-            else f"row {b} has {cache.lengths[b]} tokens and cannot take {tokens[b]} more: its "
-            f"table holds {pages * page}. Make the cache with a larger max_length."
-        )
-
-
-def _reserve(cache: PagedCache, *, tokens) -> PagedCache:
-    P, page = _pool_size(cache)
-    first, number = cache.room // page, jnp.arange(cache.page_table.shape[1], dtype=jnp.int32)[None]
-    needed, _ = _needed(cache, tokens, jnp)
-    wanted = (number >= first[:, None]) & (number < (first + needed)[:, None])
-    order = jnp.argsort(cache.users > 0, stable=True).astype(jnp.int32)  # free pages first
-    nth = jnp.cumsum(wanted.ravel(), dtype=jnp.int32).reshape(wanted.shape) - 1
-    given = wanted & (nth < jnp.sum(cache.users == 0, dtype=jnp.int32))
-    table = jnp.where(given, order[jnp.clip(nth, 0, P - 1)], cache.page_table)
-    users = cache.users.at[jnp.where(given, table, P)].add(1, mode="drop")
-    return cache._replace(page_table=table, users=users)
-
-
-def _release(cache: PagedCache, *, rows) -> PagedCache:
-    P, _ = _pool_size(cache)
-    users = cache.users.at[jnp.where(rows[:, None], cache.page_table, P)].add(-1, mode="drop")
-    table = jnp.where(rows[:, None], P, cache.page_table)
-    lengths, lost = (jnp.where(rows, 0, x) for x in (cache.lengths, cache.lost))
-    return cache._replace(page_table=table, users=users, lengths=lengths, lost=lost)
-
-
-def _share(cache: PagedCache, *, source, target) -> PagedCache:
-    (P, page), B = _pool_size(cache), len(cache.page_table)
-    rows = (jnp.arange(B, dtype=jnp.int32) == target) & (0 <= source) & (source < B)
-    full, pages = cache.lengths[source] // page, cache.page_table[source]
-    entries = jnp.where(jnp.any(rows) & (jnp.arange(len(pages), dtype=jnp.int32) < full), pages, P)
-    cache = _release(cache, rows=rows)
-    table = jnp.where(rows[:, None], entries, cache.page_table)
-    lengths = jnp.where(rows, full * page, cache.lengths)
-    users = cache.users.at[entries].add(1, mode="drop")
-    return cache._replace(page_table=table, lengths=lengths, users=users)
-
-
-def _append(cache: PagedCache, *, key, count, value=None) -> tuple[None, PagedCache]:
-    """Appends the first `count` [B] tokens of each row."""
-    row = jnp.arange(len(count), dtype=jnp.int32)[:, None]
-    token = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
-    return None, _append_at(cache, count, row, token, True, key, value)
-
-
-def _append_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[None, PagedCache]:
-    """Appends ragged tokens, one row behind the other."""
-    ends = ragged.within(cu_seqlens, len(key))
-    return None, _append_at(cache, jnp.diff(ends), *ragged.Places.of(ends, len(key)), key, value)
-
-
-def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
-    """Appends `count` [B] tokens to each row. Those of key and value have the indices `row`, and
-    among the new tokens of a row `token`; those that are not real are left out."""
-    (P, page), pages, start = _pool_size(cache), cache.page_table.shape[1], cache.lengths
-    cache = _reserve(cache, tokens=count)
-    fitting = jnp.minimum(count, cache.room - start)
-    lengths, lost = start + fitting, cache.lost + count - fitting
-    at = start[row] + token
-    number = cache.page_table[row, jnp.minimum(at // page, pages - 1)]
-    number = jnp.where(is_real & (at < lengths[row]), number, P)
-    slots = cache.layout.arrange(P=number, C=at % page, K=slice(None))
-    cache = quantised.write(cache, slots, k_pages=key, v_pages=value)
-    return cache._replace(lengths=lengths, lost=lost)
+def _cu_seqlens(cu_seqlens, cu_seqlens_q):
+    """The argument that has two names: the one that is given, and its value."""
+    if cu_seqlens is not None and cu_seqlens_q is not None:
+        raise TypeError("cu_seqlens and cu_seqlens_q are two names of one argument; got both.")
+    named = dict(cu_seqlens=cu_seqlens, cu_seqlens_q=cu_seqlens_q)
+    return next(((name, x) for name, x in named.items() if x is not None), ("cu_seqlens", None))
 
 
 def paged_cache(
@@ -351,7 +284,7 @@ def paged_cache(
     CPU float8 is copied whole in each call, int8 is not.
 
     With values_are_keys the cache holds keys alone, whose first columns are the values:
-    append(key, None) and attend(query, value_size=...).
+    append(key, None) and attend(query, value_size=...). value_dtype is then None.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -365,6 +298,11 @@ def paged_cache(
     sizes = dict(batch=batch, max_length=max_length, kv_heads=kv_heads, head_size=head_size)
     for name, size in (sizes | dict(pages=pages)).items():
         checks.count(name, size)
+    if values_are_keys and value_dtype is not None:
+        raise ValueError(
+            "value_dtype must be None with values_are_keys, whose values are columns of the keys "
+            f"and have their dtype; got {jnp.dtype(value_dtype)}."
+        )
     if page % PAGE or page <= 0:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
     shape = PageLayout().arrange(P=pages, C=page, K=kv_heads, H=head_size)
@@ -373,4 +311,7 @@ def paged_cache(
     dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]
     key, value = (*(jnp.zeros(shape, each) for each in dtypes), None)[:2]
     scales = (quantised.empty_scales(shape, each) for each in dtypes)
-    return PagedCache(key, value, table, zeros(batch), zeros(pages), zeros(batch), *scales)
+    numbers = dict(users=pages, lengths=batch, lost=batch, appended=batch, append_length=())
+    numbers = {name: zeros(shape) for name, shape in numbers.items()}
+    scales = dict(zip(("k_scales", "v_scales"), scales, strict=False))
+    return PagedCache(key, value, table, **numbers, **scales)

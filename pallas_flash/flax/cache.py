@@ -87,7 +87,8 @@ def attend(
     T, start = query.shape[1], cache.lengths
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
     positions = start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-    kwargs, is_quantised = options | dict(query_seq_lengths=lengths), cache.k_scales is not None
+    real = None if lengths is None else count
+    kwargs, is_quantised = options | dict(query_seq_lengths=real), cache.k_scales is not None
     new = dict(key=key, value=value, count=count)
     if isinstance(cache, KVCache) and not is_quantised:
         _, cache = sharding.map_cache(_append, cache, new)
@@ -109,11 +110,7 @@ def attend(
         known |= {"score_mod", "mask"} if isinstance(mask, KeyLists) else {"score_mod"}
     given = {name for name, x in kwargs.items() if x is not None}
     if unsupported := [name for name in kwargs if name in given - known]:
-        name = "quantised " * is_quantised + type(cache).__name__
-        raise ValueError(
-            f"a {name} does not support {', '.join(unsupported)}. Use an unquantised KVCache; "
-            "layer.eval() turns dropout off."
-        )
+        raise ValueError(_unsupported(cache, unsupported))
     kwargs = {name: x for name, x in kwargs.items() if x is not None}
     if not isinstance(cache, PagedCache):
         given = [name for name in ("sinks", "query_seq_lengths") if name in kwargs]
@@ -128,12 +125,26 @@ def attend(
             f": paged_cache(..., dtype=jnp.{key.dtype}) stores it as it is",
             stacklevel=3,
         )
-    cache = cache.append(key, value, count if lengths is not None else None)
+    cache = cache.append(key, value, real)
     pages, scales = (cache.k_pages, cache.v_pages), (cache.k_scales, cache.v_scales)
     o = _paged(query, pages, scales, cache.page_table, cache.lengths, query_offset=start, **kwargs)
     # a row that lost tokens stays where it was, and so has no room for these either
     missing = (positions >= cache.lengths[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
+
+
+def _unsupported(cache: Cache, names: list[str]) -> str:
+    """What a call with these options of flash_attention is told."""
+    hints = dict.fromkeys(names, "An unquantised KVCache, from init_cache, does.")
+    if isinstance(cache, PagedCache):
+        hints["mask"] = (
+            "Its mask is a masks.KeyLists alone: the layer's is_causal and local_window_size and "
+            "the call's lengths hide keys too. A KVCache, from init_cache, takes any mask."
+        )
+    hints["dropout_rate"] = hints["dropout_rng"] = "layer.eval() turns dropout off."
+    kind = "quantised KVCache" if isinstance(cache, KVCache) else type(cache).__name__
+    told = dict.fromkeys(hints[name] for name in names)
+    return " ".join([f"a {kind} does not support {', '.join(names)}.", *told])
 
 
 def _count(lengths, start, T: int):
