@@ -3,7 +3,6 @@
 from __future__ import annotations  # help() shows annotations as they stand here
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -131,7 +130,7 @@ def flash_attention(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
-@unexpected.refused()
+@unexpected.refused
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -315,6 +314,7 @@ def flash_attention_jvp(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> tuple[Any, Any]: ...
+@unexpected.refused
 def flash_attention_jvp(
     primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any
 ) -> tuple[Any, Any]:
@@ -351,12 +351,7 @@ def flash_attention_jvp(
 
 def make_call(*args, **kwargs) -> tuple[Call, Any]:
     """A call of flash_attention, and its return_residual."""
-    signature = inspect.signature(flash_attention)
-    unexpected.refuse("flash_attention", kwargs, signature.parameters)
-    try:
-        call = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError as error:
-        raise TypeError(f"flash_attention(): {error}") from None
+    call = dict(unexpected.bind(flash_attention, args, kwargs).arguments)
     return_residual = call.pop("return_residual", False)
     return Call(**call), return_residual
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash import checks, dropout, masks
+from pallas_flash.checks import unexpected
 from pallas_flash.checks.sizes import Sizes
 from pallas_flash.devices import ring, sharding, ulysses
 from pallas_flash.devices.shared_arrays import array_axes, collect_arrays, with_arrays
@@ -53,6 +54,7 @@ class Context:
         return f"{type(self).__name__}({self.axis!r}{''.join(named)})"
 
 
+@unexpected.refused
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Context):
     """Ring attention: keys and values go around the devices, and each device's queries attend to
@@ -72,6 +74,7 @@ class Ring(Context):
     """
 
 
+@unexpected.refused
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zigzag(Context):
     """A ring with equal work for all devices under a causal mask: each holds a chunk from the front
@@ -81,6 +84,7 @@ class Zigzag(Context):
     CHUNKS = 2
 
 
+@unexpected.refused
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllToAll(Context):
     """Each device computes all queries and keys of its share of the heads, and returns its part of
@@ -88,6 +92,7 @@ class AllToAll(Context):
     number of devices; a single key head may be on all."""
 
 
+@unexpected.refused
 def zigzag(x, devices: int, axis: int = 1):
     """Reorders an array, or a tree of arrays (a batch, positions, ids), from the order of the
     sequence to the order of `Zigzag`. `axis` is split into two chunks for each of `devices`; the
@@ -95,6 +100,7 @@ def zigzag(x, devices: int, axis: int = 1):
     return _reorder_chunks(x, _zigzag_order(checks.count("devices", devices)), axis)
 
 
+@unexpected.refused
 def unzigzag(x, devices: int, axis: int = 1):
     """The inverse of `zigzag`."""
     order = np.argsort(_zigzag_order(checks.count("devices", devices)))

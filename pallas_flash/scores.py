@@ -4,10 +4,12 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 
 
@@ -45,6 +47,26 @@ def fitting(score_mod: Any, heads: int, keys: tuple[Any, ...] | None = None) -> 
     return score_mod
 
 
+def _check_ids(ids, sequences: int):
+    """Raises where these are no integers, or known and no indices of sequences or of padding."""
+    name = "Alibi.key_value_segment_ids"
+    checks.like_array(name, ids)
+    ids = jnp.asarray(ids) if _has_tracers(ids) else checks.integers(name, ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        checks.integers(name, ids)
+    if checks.is_known(ids) and ids.size:
+        first, last = int(ids.min()), int(ids.max())
+        if first < 0 or last > sequences:
+            raise ValueError(
+                f"{name} must be from 0 to {sequences - 1}, the indices of the sequences that "
+                f"slopes are of, or {sequences} for padding; got {first if first < 0 else last}."
+            )
+
+
+def _has_tracers(x) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+
+
 def _shown(x) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
 
@@ -59,6 +81,7 @@ def _shape(x) -> tuple[int, ...]:
     return (len(x), *_shape(x[0])) if isinstance(x, tuple) and x else np.shape(x)
 
 
+@unexpected.refused
 @pytrees.dataclass(repr=False)
 class Alibi(_ScoreMod):
     """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
@@ -67,8 +90,8 @@ class Alibi(_ScoreMod):
     ..., 2^-8.
 
     Each packed sequence may have other slopes: [sequences, N], with key_value_segment_ids, int32
-    [*B, S] or [S], the index of each key's sequence, which
-    `masks.Varlen.key_value_segment_ids` gives.
+    [*B, S] or [S], the index of each key's sequence, as `masks.Varlen.key_value_segment_ids` gives
+    it. Padding has the index `sequences`; any other raises, unless it is traced.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -87,13 +110,13 @@ class Alibi(_ScoreMod):
             object.__setattr__(self, field.name, _as_tuples(getattr(self, field.name)))
         checks.like_array("Alibi.slopes", self.slopes)
         shape, has_ids = _shape(self.slopes), self.key_value_segment_ids is not None
-        if has_ids:
-            checks.like_array("Alibi.key_value_segment_ids", self.key_value_segment_ids)
         if len(shape) != 1 + has_ids:
             raise ValueError(
                 "Alibi takes slopes [N], one for each query head, or [sequences, N] with "
                 f"key_value_segment_ids; got {shape}{', with these' * has_ids}."
             )
+        if has_ids:
+            _check_ids(self.key_value_segment_ids, shape[0])
 
     @property
     def heads(self) -> int:
@@ -108,6 +131,7 @@ class Alibi(_ScoreMod):
         return score - slopes[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
 
 
+@unexpected.refused
 @pytrees.dataclass(repr=False)
 class T5Bias(_ScoreMod):
     """T5's relative position bias (arXiv:1910.10683): score + table[h, bucket of kv_idx - q_idx].
@@ -181,6 +205,7 @@ def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
     return [int(distance[np.argmax(number >= n)]) for n in range(exact + 1, buckets)]
 
 
+@unexpected.refused
 @pytrees.dataclass(repr=False)
 class SoftCap(_ScoreMod):
     """cap * tanh(score / cap), as logits_soft_cap, to be used in your own score_mod. cap is a

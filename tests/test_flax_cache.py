@@ -233,7 +233,7 @@ REFUSED = {
         (WINDOW, of_steps, dict(mask=np.ones((4, 128), bool))),
     ),
     "a mask of pages": (
-        "a PagedCache does not support mask",
+        r"a PagedCache does not support mask\. Its mask is a masks.KeyLists .* takes any mask\.$",
         (PLAIN, of_pages, dict(mask=np.ones((4, 16), bool))),
     ),
     "no window": (

@@ -1,6 +1,8 @@
 """`PagedCache`: keys and values in pages, which its rows take, fill, share and give back, by pure
 functions for jax.jit."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from collections.abc import Callable
 from typing import NamedTuple, Unpack, overload
 
@@ -13,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Real
 from pallas_flash import checks
 from pallas_flash.caches import ragged
 from pallas_flash.caches.paged import PAGE, Options, paged_attention
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.devices import sharding
 from pallas_flash.problem.page_layout import PageLayout
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import quantised
 
 
@@ -57,7 +60,8 @@ class PagedCache(NamedTuple):
         P, page = _pool_size(self)
         return jnp.sum(self.page_table < P, 1, dtype=jnp.int32) * page
 
-    def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> "Shortage":
+    @unexpected.refused
+    def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> Shortage:
         """What an append of `tokens` more tokens to each row would lack, (pages, tokens): pages,
         int32 [], that would have to be free besides those that are; and tokens, int32 [B], of each
         row that would be beyond max_length, or follow lost ones. If all are 0, it fits."""
@@ -65,20 +69,22 @@ class PagedCache(NamedTuple):
         cache, arrays, _ = _on_each_device(self, dict(tokens=tokens))
         return _shortage(cache, **arrays)
 
-    def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
+    @unexpected.refused
+    def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> PagedCache:
         """The cache with pages for `tokens` more tokens of each row. Inside of jax.jit a row gets
         them as long as there are free pages and entries of the table."""
         tokens = self._by_row("tokens", tokens)
         self._check_room("reserve", tokens)
         return _change(_reserve, self, tokens=tokens)
 
+    @unexpected.refused
     def append(
         self,
         key: Float[AnyArray, "*B T K H"],
         value: Float[AnyArray, "*B T K H"] | None,
         count: Int[AnyArray, "#B"] | int | None = None,
         cu_seqlens: Int[AnyArray, "B+1"] | None = None,
-    ) -> "PagedCache":
+    ) -> PagedCache:
         """The cache with the first `count` of T tokens added to each row, by default all, in pages
         as `reserve` gives them. With cu_seqlens, int32 [B + 1], key and value are [T, K, H], and
         row b takes the tokens from cu_seqlens[b] up to, not including, cu_seqlens[b + 1]."""
@@ -112,7 +118,8 @@ class PagedCache(NamedTuple):
             self._check_room("append", jnp.diff(ragged.within(new["cu_seqlens"], T)))
         return sharding.map_cache(_append_ragged, self, new)[1]
 
-    def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
+    @unexpected.refused
+    def release(self, rows: Bool[AnyArray, "B"]) -> PagedCache:
         """The cache with these rows empty, as if they had lost no tokens; their pages that no other
         row has are free again."""
         rows = jnp.asarray(rows)
@@ -123,9 +130,8 @@ class PagedCache(NamedTuple):
             )
         return _change(_release, self, rows=rows)
 
-    def share(
-        self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int
-    ) -> "PagedCache":
+    @unexpected.refused
+    def share(self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int) -> PagedCache:
         """The cache in which row `target` begins as row `source`: both have the full pages of the
         source, and the target's own pages are released. Tokens behind the full pages are not
         shared; append them to the target. If one of the numbers is traced and is that of no row,
@@ -154,6 +160,7 @@ class PagedCache(NamedTuple):
         return_max_logits: bool = False,
         **options: Unpack[Options],
     ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]: ...
+    @unexpected.refused
     def attend(self, query, **options):
         """`paged_attention` of the query to this cache, with its other options: value_size, if the
         cache holds keys alone. A row that lost tokens gets NaN."""
@@ -189,6 +196,10 @@ class PagedCache(NamedTuple):
                 f"{name} must be int32 [B] = {shape}, or one for all rows; got {x.shape}."
             )
         return jnp.broadcast_to(x, shape)
+
+
+for _method in "append release reserve share shortage".split():
+    in_lines(getattr(PagedCache, _method))
 
 
 class Shortage(NamedTuple):
@@ -329,6 +340,7 @@ def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> Pag
     return cache._replace(lengths=lengths, lost=lost)
 
 
+@unexpected.refused
 def paged_cache(
     batch: int,
     max_length: int,

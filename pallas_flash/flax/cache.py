@@ -109,11 +109,7 @@ def attend(
         known |= {"score_mod", "mask"} if isinstance(mask, KeyLists) else {"score_mod"}
     given = {name for name, x in kwargs.items() if x is not None}
     if unsupported := [name for name in kwargs if name in given - known]:
-        name = "quantised " * is_quantised + type(cache).__name__
-        raise ValueError(
-            f"a {name} does not support {', '.join(unsupported)}. Use an unquantised KVCache; "
-            "layer.eval() turns dropout off."
-        )
+        raise ValueError(_unsupported(cache, is_quantised, unsupported))
     kwargs = {name: x for name, x in kwargs.items() if x is not None}
     if not isinstance(cache, PagedCache):
         given = [name for name in ("sinks", "query_seq_lengths") if name in kwargs]
@@ -134,6 +130,20 @@ def attend(
     # a row that lost tokens stays where it was, and so has no room for these either
     missing = (positions >= cache.lengths[:, None]) & (positions < (start + count)[:, None])
     return _or_nan(o, ~missing), cache
+
+
+def _unsupported(cache: Cache, is_quantised: bool, names: list[str]) -> str:
+    """What a cache does not take, and what to do."""
+    text = f"a {'quantised ' * is_quantised}{type(cache).__name__} does not support "
+    text += f"{', '.join(names)}."
+    if "mask" in names and isinstance(cache, PagedCache):
+        text += (
+            " Its mask is a masks.KeyLists alone: is_causal, local_window_size and lengths of the "
+            "layer hide keys without one. An unquantised KVCache takes any mask."
+        )
+    elif [name for name in names if not name.startswith("dropout")]:
+        text += " Use an unquantised KVCache."
+    return text + " layer.eval() turns dropout off." * ("dropout_rate" in names)
 
 
 def _count(lengths, start, T: int):
@@ -210,7 +220,7 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
         )
         raise TypeError(
             "cache must be a KVCache, a RollingCache or a PagedCache, from init_cache, "
-            f"init_rolling_cache or paged_cache; got {type(cache).__name__}.{hint}"
+            f"init_rolling_cache or paged_cache; got {checks.description(cache)}.{hint}"
         )
     B, T, _ = x.shape
     name, shape, rows = type(cache).__name__, cache[0].shape, cache.lengths.shape[0]

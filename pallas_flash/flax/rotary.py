@@ -1,14 +1,17 @@
 """RoPE: rotations of queries and keys by their positions."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_flash import checks
-from pallas_flash.checks import AnyArray, sums
+from pallas_flash.checks import AnyArray, sums, unexpected
 
 
+@unexpected.refused
 def rope(
     x: Float[AnyArray, "B T N H"],
     positions: Int[AnyArray, "#B T"],

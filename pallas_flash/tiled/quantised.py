@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_flash import checks
 from pallas_flash.problem import arguments
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
@@ -94,6 +95,7 @@ def check(dtype, k_pages, v_pages, k_scales, v_scales):
                 f"have their scales, k_scales; got v_scales {v_scales.shape}."
             )
         v_pages = k_pages
+    checks.one_of(arguments.DTYPES, "query", dtype)
     dtypes = k_pages.dtype, v_pages.dtype
     if dtypes[0] != dtypes[1] and len({is_quantised(dtype) for dtype in dtypes}) == 1:
         raise TypeError(
