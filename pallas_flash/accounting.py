@@ -153,5 +153,7 @@ GPUS = {
 
 @unexpected.refused
 def name_of(kind: str) -> str | None:
-    """The key in GPUS of a device kind."""
+    """The key in GPUS of a device kind, a text as jax.Device.device_kind; None if it has none."""
+    if not isinstance(kind, str):
+        raise TypeError(f"kind must be a text, as device.device_kind; got {type(kind).__name__}.")
     return next((name for name in GPUS if all(word in kind for word in name.split("-"))), None)

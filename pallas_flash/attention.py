@@ -345,6 +345,11 @@ def flash_attention_jvp(
       >>> o.shape == do.shape
       True
     """
+    for name, arrays in dict(primals=primals, tangents=tangents).items():
+        if not isinstance(arrays, tuple | list):
+            raise TypeError(
+                f"{name} must be (query, key, value); got {checks.description(arrays)}."
+            )
     attend = functools.partial(flash_attention, **options)
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
@@ -352,7 +357,7 @@ def flash_attention_jvp(
 def make_call(*args, **kwargs) -> tuple[Call, Any]:
     """A call of flash_attention, and its return_residual."""
     call = dict(unexpected.bind(flash_attention, args, kwargs).arguments)
-    return_residual = call.pop("return_residual", False)
+    return_residual = checks.flag("return_residual", call.pop("return_residual", False))
     return Call(**call), return_residual
 
 

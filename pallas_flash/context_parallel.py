@@ -35,7 +35,8 @@ class Context:
             axis = getattr(self, field.name)
             if axis is None and field.name != "axis":
                 continue
-            if not axis or not all(isinstance(name, str) for name in sharding.axis_names(axis)):
+            names = sharding.axis_names(axis) if isinstance(axis, str | tuple) else ()
+            if "" in (*names, axis) or not names or not all(isinstance(x, str) for x in names):
                 raise TypeError(
                     f"{type(self).__name__}.{field.name} must be the name of an axis of the mesh, "
                     f"or a tuple of them; got {axis!r}."
@@ -113,7 +114,15 @@ def _zigzag_order(devices: int) -> np.ndarray:
 
 
 def _reorder_chunks(x, order, axis: int):
+    if not checks.is_int(axis):
+        raise TypeError(f"axis must be a static int; got {checks.description(axis)}.")
+
     def reordered(x):
+        if not checks.is_array(x) or not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"x must be arrays with an axis {axis}, of the sequence; got "
+                f"{checks.description(x)}."
+            )
         at, n = axis % x.ndim, x.shape[axis]
         if n % len(order):
             raise ValueError(

@@ -216,6 +216,8 @@ class SoftCap(_ScoreMod):
     def __post_init__(self):
         if not checks.is_array(self.cap):
             checks.number("SoftCap.cap", self.cap, None, positive=True, or_what=", or an array")
+        if self.cap is None:
+            raise TypeError("SoftCap.cap must be a static number, or an array; got NoneType.")
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)

@@ -277,7 +277,7 @@ REFUSED = {
         (WINDOW, lambda _: paged_cache(3, 9, 2, 6, pages=9), {}),
     ),
     "dropout": (
-        "does not support dropout_rate, dropout_rng. .* layer.eval",
+        r"does not support dropout_rate, dropout_rng\. layer.eval\(\) turns dropout off\.$",
         (dict(dropout_rate=0.1), of_pages, dict(rngs=jax.random.key(0))),
     ),
 }

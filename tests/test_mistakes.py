@@ -30,10 +30,11 @@ from pallas_flash import (
     paged_cache,
     scores,
 )
+from pallas_flash.accounting import name_of
 from pallas_flash.attention import normalised
 from pallas_flash.checks.names import BY_CALLABLE, NEEDLESS, OURS
 from pallas_flash.context_parallel import Ring, zigzag
-from pallas_flash.flax import FlashAttention
+from pallas_flash.flax import FlashAttention, rope
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 LAYER, LAYER_CALL = BY_CALLABLE["FlashAttention"], BY_CALLABLE["FlashAttention.__call__"]
@@ -188,6 +189,72 @@ ELSEWHERE = {
         TypeError,
         "draw prints values, which are not known under jax.jit: call it outside",
     ),
+    "an angle for each of other tokens": (
+        lambda: rope(q, np.arange(3)[None]),
+        ValueError,
+        r"positions must be \[B, T\] = \(2, 5\), or \[1, T\] for all rows; got \(1, 3\)",
+    ),
+    "a list to rotate": (lambda: rope([1.0], [0]), ValueError, r"x must be \[B, T, N, H\]"),
+    "frequencies of other heads": (
+        lambda: rope(q, np.arange(5)[None], frequencies=ones(8)),
+        ValueError,
+        r"frequencies must be \[H/2\] = \(4,\); got \(8,\)",
+    ),
+    "a base of 0": (lambda: rope(q, np.arange(5)[None], 0), ValueError, "base must be .* above 0"),
+    **{
+        f"a cache of {dtype}": (
+            lambda dtype=dtype: paged_cache(1, 8, 1, 8, pages=1, page=8, dtype=dtype),
+            TypeError,
+            f"a cache's dtype must be float32, .* float8_e5m2; got {got}",
+        )
+        for dtype, got in (("fp8", "the text 'fp8'"), (0.5, "the float"), (jnp.int32, "int32"))
+    },
+    "a page of text": (
+        lambda: paged_cache(1, 8, 1, 8, pages=1, page="8"),
+        ValueError,
+        "page must be a static int from 1 on; got the text '8'",
+    ),
+    "a flag of text for a cache": (
+        lambda: paged_cache(1, 8, 1, 8, pages=1, values_are_keys="no"),
+        TypeError,
+        "values_are_keys must be a static bool",
+    ),
+    "rows of text": (
+        lambda: paged_cache(1, 8, 1, 8, pages=1).release("all"),
+        TypeError,
+        "rows must be an array; got the text 'all'",
+    ),
+    "one primal": (
+        lambda: flash_attention_jvp(q, q),
+        TypeError,
+        r"primals must be \(query, key, value\); got an array float32",
+    ),
+    "a residual of text for explain": (
+        lambda: explain(q, k, k, return_residual="lse"),
+        TypeError,
+        "return_residual must be a static bool",
+    ),
+    "objects for explain": (
+        lambda: explain(np.array([None]), k, k),
+        TypeError,
+        r"query must be an array; got an array object\[1\]",
+    ),
+    "a number that no int32 holds": (
+        lambda: flash_attention(q, k, k, 2**40),
+        TypeError,
+        "bias must be an array; cannot convert this the int 1099511627776",
+    ),
+    "no mask": (lambda: masks.draw(None, 2, 2), TypeError, "mask must be an object of pallas"),
+    "a name that is none": (
+        lambda: masks.MaskMod(lambda b, h, q, k: q >= k, 3),
+        TypeError,
+        "MaskMod.name must be a text; got the int 3",
+    ),
+    "no cap": (lambda: scores.SoftCap(None), TypeError, "SoftCap.cap must be .*; got NoneType"),
+    "a number to reorder": (lambda: zigzag(3, 2), ValueError, "x must be arrays with an axis 1"),
+    "an axis of text": (lambda: zigzag(x, 2, "T"), TypeError, "axis must be a static int; got"),
+    "an array for an axis": (lambda: Ring(ones(2)), TypeError, "Ring.axis must be the name of an"),
+    "a device for its kind": (lambda: name_of(jax.devices()[0]), TypeError, "kind must be a text"),
     "less than no tokens": (lambda: masks.GlobalTokens(-1), ValueError, "from 0 to .* the int -1"),
     "one side": (
         lambda: masks.Window(window=4),
@@ -449,7 +516,7 @@ def parameters(f) -> dict:
     return inspect.signature(f.__init__ if isinstance(f, type) else f).parameters
 
 
-def told(f, **arguments) -> str:
+def told(f, /, **arguments) -> str:
     """What f says of arguments that it does not have."""
     is_method = not isinstance(f, type) and next(iter(parameters(f)), None) == "self"
     with pytest.raises(TypeError) as error:

@@ -243,6 +243,7 @@ def bind_call(*args, **kwargs) -> PagedCall:
     """The call of paged_attention with these arguments."""
     bound = unexpected.bind(paged_attention, args, kwargs)
     bound.apply_defaults()
+    checks.flag("return_residual", bound.arguments["return_residual"])
     return checked_call(**{n: x for n, x in bound.arguments.items() if n != "return_residual"})
 
 

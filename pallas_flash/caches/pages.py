@@ -122,7 +122,7 @@ class PagedCache(NamedTuple):
     def release(self, rows: Bool[AnyArray, "B"]) -> PagedCache:
         """The cache with these rows empty, as if they had lost no tokens; their pages that no other
         row has are free again."""
-        rows = jnp.asarray(rows)
+        rows = checks.array("rows", rows)
         if rows.dtype != bool or rows.shape != self.lengths.shape:
             raise ValueError(
                 f"rows must be bool [B] = {self.lengths.shape}, True: release; got {rows.dtype} "
@@ -377,12 +377,15 @@ def paged_cache(
     sizes = dict(batch=batch, max_length=max_length, kv_heads=kv_heads, head_size=head_size)
     for name, size in (sizes | dict(pages=pages)).items():
         checks.count(name, size)
-    if page % PAGE or page <= 0:
+    if checks.count("page", page) % PAGE:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
+    dtype = quantised.cache_dtype(dtype)
+    value_dtype = dtype if value_dtype is None else quantised.cache_dtype(value_dtype)
+    values_are_keys = checks.flag("values_are_keys", values_are_keys)
     shape = PageLayout().arrange(P=pages, C=page, K=kv_heads, H=head_size)
     table = jnp.full((batch, -(-max_length // page)), pages, jnp.int32)
     zeros = lambda n: jnp.zeros(n, jnp.int32)
-    dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]
+    dtypes = [dtype, value_dtype][: 1 if values_are_keys else 2]
     key, value = (*(jnp.zeros(shape, each) for each in dtypes), None)[:2]
     scales = (quantised.empty_scales(shape, each) for each in dtypes)
     return PagedCache(key, value, table, zeros(batch), zeros(pages), zeros(batch), *scales)

@@ -43,7 +43,7 @@ def is_constant(x) -> bool:
 def from_shapes(f: Callable, call: Any):
     """f(call), which returns no array, for a call of arrays or of shapes; computes nothing."""
     leaves, tree = jax.tree.flatten(call)
-    data = [is_array(x) and not is_constant(x) for x in leaves]
+    data = [is_array(x) and not is_constant(x) and not _is_text(x) for x in leaves]
     results = []
 
     def trace(arrays):
@@ -73,8 +73,12 @@ def _others(x) -> list:
     """What is in a list, or is itself, neither an array nor a number."""
     if isinstance(x, list | tuple):
         return [other for part in x for other in _others(part)]
-    is_text = getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U")  # of NumPy
-    return [] if (is_array(x) and not is_text) or isinstance(x, int | float) else [x]
+    return [] if (is_array(x) and not _is_text(x)) or isinstance(x, int | float) else [x]
+
+
+def _is_text(x) -> bool:
+    """Whether x is an array of NumPy's of texts or objects."""
+    return getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U")
 
 
 def array(name: str, x, or_what: str = ""):
@@ -87,7 +91,7 @@ def array(name: str, x, or_what: str = ""):
         )
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{name} must be an array{or_what}; cannot convert this "
             f"{description(x).removeprefix('an ')}: {error}"

@@ -180,11 +180,9 @@ _MESH: Hints = {
     **_each("head_axis heads_axis", "heads"),
 }
 _ENDS = {"axis_name": "axis", **_each("n num_devices device_count", "devices")}
-_CACHE_SIZES: Hints = {
-    **_each("batch_size max_batch_size", "batch"),
-    **_each("max_len max_seq_len max_seq_length max_seqlen", "max_length"),
-    "cache_dtype": "dtype",
-}
+_LENGTH = "max_len max_seq_len max_seq_length max_seqlen"
+_CACHE: Hints = {**_each("batch_size max_batch_size", "batch"), "cache_dtype": "dtype"}
+_CACHE_SIZES = _CACHE | _each(_LENGTH, "max_length")
 _TOKENS = _each("count n num_tokens length lengths", "tokens")
 
 # For one callable, before OURS. A text that begins with none of its arguments is a whole sentence.
@@ -193,8 +191,8 @@ BY_CALLABLE: dict[str, Hints] = {
     "FlashAttention": _LAYER,
     "FlashAttention.__call__": _LAYER_CALL,
     "FlashAttention.init_cache": _CACHE_SIZES,
-    "FlashAttention.init_rolling_cache": _CACHE_SIZES
-    | _each("max_len max_length", "Leave {} out: a rolling cache holds a window, of any text."),
+    "FlashAttention.init_rolling_cache": _CACHE
+    | _each(f"max_length {_LENGTH}", "Leave {} out: a rolling cache holds a window, of any text."),
     "rope": {
         **_each("theta rope_theta rope_base max_wavelength", "base"),
         **_each("position_ids pos", "positions"),

@@ -63,6 +63,7 @@ SomeCache = TypeVar("SomeCache", bound=Cache)
 
 def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
     """An empty KVCache or RollingCache; a quantised one has whole pages of slots."""
+    dtype = quantised.cache_dtype(dtype)
     slots = -(-slots // PAGE) * PAGE if quantised.is_quantised(dtype) else slots
     shape = batch, slots, heads, size
     # two arrays, not one twice, so that a jitted step may be given the cache's memory

@@ -84,6 +84,10 @@ def create_block_mask(
       >>> masks.create_block_mask(dilated, 512, 512).counts()
       {'skipped': 43, 'full': 0, 'partial': 21}
     """
+    if mask is None:
+        raise TypeError(
+            "mask must be an object of pallas_flash.masks, as masks.Causal(); got None."
+        )
     queries, keys = checks.count("queries", queries), checks.count("keys", keys)
     block, batch = checks.count("block", block), checks.count("batch", batch)
     heads, query_offset = checks.count("heads", heads), _static("query_offset", query_offset)

@@ -247,6 +247,8 @@ class MaskMod(Mask):
     is_interval = False
 
     def __post_init__(self):
+        if not isinstance(self.name, str | None):
+            raise TypeError(f"MaskMod.name must be a text; got {checks.description(self.name)}.")
         if not isinstance(self.function, TracedMod):
             function, arrays = trace_mask_mod(self.function, self.name)
             object.__setattr__(self, "function", function)

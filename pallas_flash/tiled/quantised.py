@@ -49,14 +49,20 @@ def from_bits(x, dtype):
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
+def cache_dtype(dtype):
+    """The dtype of a cache, as numpy's. Raises TypeError for one that a cache cannot have."""
+    try:
+        known = None if dtype is None else jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        known = None
+    if known is not None and (is_quantised(known) or str(known) in arguments.DTYPES):
+        return known
+    got = known if isinstance(dtype, type | jnp.dtype) else checks.description(dtype)
+    raise TypeError(f"a cache's dtype must be {', '.join(arguments.DTYPES)}, {DTYPES}; got {got}.")
+
+
 def empty_scales(shape, dtype) -> Array | None:
-    """The scales of keys or values [..., H] in an empty cache; None where the dtype needs none.
-    Raises TypeError for a dtype that a cache cannot have."""
-    if not (is_quantised(dtype) or str(jnp.dtype(dtype)) in arguments.DTYPES):
-        raise TypeError(
-            f"a cache's dtype must be {', '.join(arguments.DTYPES)}, {DTYPES}; got "
-            f"{jnp.dtype(dtype)}."
-        )
+    """The scales of keys or values [..., H] in an empty cache; None where the dtype needs none."""
     return jnp.zeros(shape[:-1], jnp.float32) if is_quantised(dtype) else None
 
 
