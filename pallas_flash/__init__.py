@@ -1,10 +1,24 @@
-"""FlashAttention in Pallas: exact attention in O(T) memory, for JAX."""
+"""FlashAttention in Pallas: exact attention in O(T + S) memory, for JAX.
+
+  flash_attention      attention, as jax.nn.dot_product_attention; flash_attention_jvp, forward mode
+  masks, scores        what a query sees, and what is done to its logits
+  paged_cache          keys and values in pages: append and attend; paged_attention of arrays
+  flax                 FlashAttention, a layer, and attention_fn for Flax's own modules
+  context_parallel     Ring, Zigzag and AllToAll: a sequence on several devices
+  merge_attention      attention to all keys from attention to parts of them
+  attention_weights    the softmax of chosen queries; listed_weights, of keys that lists name
+  dropout_mask         the weights that dropout keeps
+  explain              which implementation runs, and why; explain_paged, of pages
+
+help(pallas_flash.flash_attention) has the arguments. `python -m pallas_flash` checks this machine.
+"""
 
 import sys
 from typing import TYPE_CHECKING
 
 from pallas_flash import context_parallel, masks, scores
-from pallas_flash.attention import Options, flash_attention, flash_attention_jvp
+from pallas_flash.attention import Options as Options  # for type checkers
+from pallas_flash.attention import flash_attention, flash_attention_jvp
 from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
@@ -15,7 +29,6 @@ from pallas_flash.weights import attention_weights
 
 __all__ = [
     "Explanation",
-    "Options",
     "PagedCache",
     "attention_weights",
     "context_parallel",

@@ -6,6 +6,7 @@ The facts are those of NVIDIA's datasheets, whitepapers and tuning guides.
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pallas_flash.checks import unexpected
 from pallas_flash.jax_support.hardware import FAMILIES
 
 __all__ = ["GPU", "GPUS", "Cost", "name_of", "total"]
@@ -31,6 +32,7 @@ def token_bytes(columns: Iterable[int], itemsizes: Iterable[int]) -> int:
     return sum(count * size + 4 * (size == 1) for count, size in pairs)
 
 
+@unexpected.refused
 def total(kernels: dict[str, Cost]) -> Cost:
     """The cost of all kernels together."""
     return Cost(*map(sum, zip(*kernels.values(), strict=True)))
@@ -149,6 +151,9 @@ GPUS = {
 }
 
 
+@unexpected.refused
 def name_of(kind: str) -> str | None:
-    """The key in GPUS of a device kind."""
+    """The key in GPUS of a device kind, a text as jax.Device.device_kind; None if it has none."""
+    if not isinstance(kind, str):
+        raise TypeError(f"kind must be a text, as device.device_kind; got {type(kind).__name__}.")
     return next((name for name in GPUS if all(word in kind for word in name.split("-"))), None)

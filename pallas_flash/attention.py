@@ -3,7 +3,6 @@
 from __future__ import annotations  # help() shows annotations as they stand here
 
 import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -131,7 +130,7 @@ def flash_attention(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
-@unexpected.refused()
+@unexpected.refused
 def flash_attention(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -315,6 +314,7 @@ def flash_attention_jvp(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> tuple[Any, Any]: ...
+@unexpected.refused
 def flash_attention_jvp(
     primals: Sequence[AnyArray], tangents: Sequence[AnyArray], **options: Any
 ) -> tuple[Any, Any]:
@@ -345,19 +345,19 @@ def flash_attention_jvp(
       >>> o.shape == do.shape
       True
     """
+    for name, arrays in dict(primals=primals, tangents=tangents).items():
+        if not isinstance(arrays, tuple | list):
+            raise TypeError(
+                f"{name} must be (query, key, value); got {checks.description(arrays)}."
+            )
     attend = functools.partial(flash_attention, **options)
     return jax.jvp(attend, tuple(primals), tuple(tangents))
 
 
 def make_call(*args, **kwargs) -> tuple[Call, Any]:
     """A call of flash_attention, and its return_residual."""
-    signature = inspect.signature(flash_attention)
-    unexpected.refuse("flash_attention", kwargs, signature.parameters)
-    try:
-        call = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError as error:
-        raise TypeError(f"flash_attention(): {error}") from None
-    return_residual = call.pop("return_residual", False)
+    call = dict(unexpected.bind(flash_attention, args, kwargs).arguments)
+    return_residual = checks.flag("return_residual", call.pop("return_residual", False))
     return Call(**call), return_residual
 
 

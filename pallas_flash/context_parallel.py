@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash import checks, dropout, masks
+from pallas_flash.checks import unexpected
 from pallas_flash.checks.sizes import Sizes
 from pallas_flash.devices import ring, sharding, ulysses
 from pallas_flash.devices.shared_arrays import array_axes, collect_arrays, with_arrays
@@ -34,7 +35,8 @@ class Context:
             axis = getattr(self, field.name)
             if axis is None and field.name != "axis":
                 continue
-            if not axis or not all(isinstance(name, str) for name in sharding.axis_names(axis)):
+            names = sharding.axis_names(axis) if isinstance(axis, str | tuple) else ()
+            if "" in (*names, axis) or not names or not all(isinstance(x, str) for x in names):
                 raise TypeError(
                     f"{type(self).__name__}.{field.name} must be the name of an axis of the mesh, "
                     f"or a tuple of them; got {axis!r}."
@@ -53,6 +55,7 @@ class Context:
         return f"{type(self).__name__}({self.axis!r}{''.join(named)})"
 
 
+@unexpected.refused
 @dataclasses.dataclass(frozen=True, repr=False)
 class Ring(Context):
     """Ring attention: keys and values go around the devices, and each device's queries attend to
@@ -72,6 +75,7 @@ class Ring(Context):
     """
 
 
+@unexpected.refused
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zigzag(Context):
     """A ring with equal work for all devices under a causal mask: each holds a chunk from the front
@@ -81,6 +85,7 @@ class Zigzag(Context):
     CHUNKS = 2
 
 
+@unexpected.refused
 @dataclasses.dataclass(frozen=True, repr=False)
 class AllToAll(Context):
     """Each device computes all queries and keys of its share of the heads, and returns its part of
@@ -88,6 +93,7 @@ class AllToAll(Context):
     number of devices; a single key head may be on all."""
 
 
+@unexpected.refused
 def zigzag(x, devices: int, axis: int = 1):
     """Reorders an array, or a tree of arrays (a batch, positions, ids), from the order of the
     sequence to the order of `Zigzag`. `axis` is split into two chunks for each of `devices`; the
@@ -95,6 +101,7 @@ def zigzag(x, devices: int, axis: int = 1):
     return _reorder_chunks(x, _zigzag_order(checks.count("devices", devices)), axis)
 
 
+@unexpected.refused
 def unzigzag(x, devices: int, axis: int = 1):
     """The inverse of `zigzag`."""
     order = np.argsort(_zigzag_order(checks.count("devices", devices)))
@@ -107,7 +114,15 @@ def _zigzag_order(devices: int) -> np.ndarray:
 
 
 def _reorder_chunks(x, order, axis: int):
+    if not checks.is_int(axis):
+        raise TypeError(f"axis must be a static int; got {checks.description(axis)}.")
+
     def reordered(x):
+        if not checks.is_array(x) or not -x.ndim <= axis < x.ndim:
+            raise ValueError(
+                f"x must be arrays with an axis {axis}, of the sequence; got "
+                f"{checks.description(x)}."
+            )
         at, n = axis % x.ndim, x.shape[axis]
         if n % len(order):
             raise ValueError(

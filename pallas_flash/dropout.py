@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 
 LEVELS = 256  # a weight has 8 random bits
 WITHIN_WORD = np.uint32(24)  # bits of a column that choose 8 bits of 32
@@ -95,6 +96,7 @@ def _hashed(x):
     return (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
 
 
+@unexpected.refused
 def dropout_mask(
     dropout_rng: Array, dropout_rate: float, shape: tuple[int, ...]
 ) -> Bool[Array, "*B N T S"]:

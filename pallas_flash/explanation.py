@@ -11,6 +11,7 @@ import numpy as np
 from pallas_flash import attention, checks, context_parallel
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
+from pallas_flash.checks import unexpected
 from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, xla_flags
@@ -70,6 +71,7 @@ class Explanation:
         return "\n".join(f"{name:<15} {x}" for name, x in rows.items() if x is not None)
 
 
+@unexpected.refused
 def explain(*args: Any, **kwargs: Any) -> Explanation:
     """What `flash_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
     why. Computes nothing.
@@ -157,6 +159,7 @@ def _columns(problem: arguments.Problem, decoding) -> tuple[int, ...]:
     return (p.head_size,) if reads_keys_alone else (p.head_size, p.value_size)
 
 
+@unexpected.refused
 def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
     """What `paged_attention` would run for these arguments, arrays or `jax.ShapeDtypeStruct`s, and
     why; whether it reads the pages where they lie, or copies them. Computes nothing."""

@@ -1,5 +1,7 @@
 """`listed_weights`: the softmax weights of the keys that lists name, which an indexer learns."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import functools
 from typing import Any, Unpack
 
@@ -10,19 +12,21 @@ from jaxtyping import Array, Float
 
 from pallas_flash import attention, checks, masks
 from pallas_flash.attention import Options
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.choose import dispatch
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.call import ListedWeightsCall
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import weights as list_weights
 from pallas_flash.tiled.lists.costs import BY_QUERY
 
 
+@unexpected.refused
 def listed_weights(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -73,6 +77,8 @@ def listed_weights(
       (1, 9, 3)
     """
     indices = _indices(lists)
+    if "value" in options:
+        raise TypeError("listed_weights takes no value: (query, key, lists, lse).")
     if "mask" in options:
         raise TypeError("listed_weights takes other masks joined with lists: lists & mask.")
     options["value_size"] = 1  # the values, which nobody reads, are columns of the keys
@@ -90,6 +96,9 @@ def listed_weights(
     if weights.shape[-2] == indices.shape[-2]:
         return weights
     return jnp.sum(weights, -2, keepdims=True)  # each device had some of the heads of one list
+
+
+in_lines(listed_weights)
 
 
 def _indices(lists) -> Any:

@@ -1,17 +1,21 @@
 """`merge_attention`: joins attention to parts of the keys into attention to all."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_flash import checks
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.problem.log_base import LogBase
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
+@unexpected.refused
 def merge_attention(
     outputs: Sequence[Float[AnyArray, "*B T N Hv"]], lses: Sequence[Float[AnyArray, "*B T N"]]
 ) -> tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
@@ -60,13 +64,16 @@ def merge_attention(
     return o.astype(outputs[0].dtype), stats.lse(LogBase.E)
 
 
+in_lines(merge_attention)
+
+
 def _checked(outputs, lses):
     arrays = []
     for name, parts in (("outputs", outputs), ("lses", lses)):
         if not isinstance(parts, Sequence) and not (checks.is_array(parts) and parts.shape):
             raise TypeError(
                 f"{name} must be a sequence of arrays, one for each part of the keys; got "
-                f"{type(parts).__name__}."
+                f"{checks.description(parts)}."
             )
         arrays.append([checks.array(f"{name}[{i}]", part) for i, part in enumerate(parts)])
     outputs, lses = arrays

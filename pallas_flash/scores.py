@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 
 
@@ -46,6 +47,26 @@ def fitting(score_mod: Any, heads: int, keys: tuple[Any, ...] | None = None) -> 
     return score_mod
 
 
+def _check_ids(ids, sequences: int):
+    """Raises where these are no integers, or known and no indices of sequences or of padding."""
+    name = "Alibi.key_value_segment_ids"
+    checks.like_array(name, ids)
+    ids = jnp.asarray(ids) if _has_tracers(ids) else checks.integers(name, ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        checks.integers(name, ids)
+    if checks.is_known(ids) and ids.size:
+        first, last = int(ids.min()), int(ids.max())
+        if first < 0 or last > sequences:
+            raise ValueError(
+                f"{name} must be from 0 to {sequences - 1}, the indices of the sequences that "
+                f"slopes are of, or {sequences} for padding; got {first if first < 0 else last}."
+            )
+
+
+def _has_tracers(x) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+
+
 def _shown(x) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
 
@@ -60,6 +81,7 @@ def _shape(x) -> tuple[int, ...]:
     return (len(x), *_shape(x[0])) if isinstance(x, tuple) and x else np.shape(x)
 
 
+@unexpected.refused
 @pytrees.dataclass(repr=False)
 class Alibi(_ScoreMod):
     """Attention with linear biases (arXiv:2108.12409): score - slopes[h] * |q_idx - kv_idx|.
@@ -68,9 +90,9 @@ class Alibi(_ScoreMod):
     ..., 2^-8.
 
     Each packed sequence may have other slopes: [sequences, N], with key_value_segment_ids, int32
-    [*B, S] or [S], the index of each key's sequence, which `masks.Varlen.key_value_segment_ids`
-    gives; that of padding is `sequences`. In pages S counts the keys of all pages that the table
-    has for a row.
+    [*B, S] or [S], the index of each key's sequence, as `masks.Varlen.key_value_segment_ids` gives
+    it. Padding has the index `sequences`; any other raises, unless it is traced. In pages S counts
+    the keys of all pages that the table has for a row.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -89,8 +111,6 @@ class Alibi(_ScoreMod):
             object.__setattr__(self, field.name, _as_tuples(getattr(self, field.name)))
         checks.like_array("Alibi.slopes", self.slopes)
         shape, has_ids = _shape(self.slopes), self.key_value_segment_ids is not None
-        if has_ids:
-            checks.like_array("Alibi.key_value_segment_ids", self.key_value_segment_ids)
         if len(shape) != 1 + has_ids:
             raise ValueError(
                 "Alibi takes slopes [N], one for each query head, or [sequences, N] with "
@@ -112,18 +132,7 @@ class Alibi(_ScoreMod):
         return score - slopes[h].astype(score.dtype) * jnp.abs(q_idx - kv_idx).astype(score.dtype)
 
 
-def _check_ids(ids, sequences: int):
-    """Raises where ids that are known are of no sequence: jax would clamp them."""
-    if not all(isinstance(x, int) or checks.is_known(x) for x in jax.tree.leaves(ids)):
-        return
-    ids = np.asarray(jax.device_get(ids))
-    for wrong in ids[(ids < 0) | (ids > sequences)][:1]:
-        raise ValueError(
-            f"key_value_segment_ids of Alibi must be 0 to {sequences - 1}, the rows of slopes, or "
-            f"{sequences}, which is padding; got {wrong}."
-        )
-
-
+@unexpected.refused
 @pytrees.dataclass(repr=False)
 class T5Bias(_ScoreMod):
     """T5's relative position bias (arXiv:1910.10683): score + table[h, bucket of kv_idx - q_idx].
@@ -197,6 +206,7 @@ def _first_of_buckets(buckets: int, max_distance: int) -> list[int]:
     return [int(distance[np.argmax(number >= n)]) for n in range(exact + 1, buckets)]
 
 
+@unexpected.refused
 @pytrees.dataclass(repr=False)
 class SoftCap(_ScoreMod):
     """cap * tanh(score / cap), as logits_soft_cap, to be used in your own score_mod. cap is a
@@ -207,6 +217,8 @@ class SoftCap(_ScoreMod):
     def __post_init__(self):
         if not checks.is_array(self.cap):
             checks.number("SoftCap.cap", self.cap, None, positive=True, or_what=", or an array")
+        if self.cap is None:
+            raise TypeError("SoftCap.cap must be a static number, or an array; got NoneType.")
 
     def __call__(self, score, b, h, q_idx, kv_idx):
         return self.cap * jnp.tanh(score / self.cap)

@@ -1,5 +1,7 @@
 """`attention_weights`: the softmax of chosen queries, to look at."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Unpack
@@ -11,15 +13,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import attention, checks
 from pallas_flash.attention import Options
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.choose import dispatch
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands
 from pallas_flash.problem.call import Call, WeightsCall
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import reference
 
 
+@unexpected.refused
 def attention_weights(
     query: Float[AnyArray, "*B T N H"],
     key: Float[AnyArray, "*B S K H"],
@@ -56,6 +60,8 @@ def attention_weights(
       >>> last.shape  # [B, N, rows, S]
       (1, 4, 1, 100)
     """
+    if "value" in options:
+        raise TypeError(f"{_NO_VALUE}.")
     call, return_residual = attention.make_call(query, key, key, bias, mask, **options)
     _refuse_value(call)
     if return_residual or call.return_max_logits:
@@ -69,15 +75,18 @@ def attention_weights(
     return jnp.moveaxis(weights, -2, -3)
 
 
+in_lines(attention_weights)
+
+
+_NO_VALUE = "attention_weights takes no value: (query, key, bias, mask, *, rows)"
+
+
 def _refuse_value(call: Call):
     """Raises if the bias has the shape of a value, [*B, S, K, Hv], and can be no bias."""
     key, bias = jnp.shape(call.key), call.bias
     if checks.is_array(bias) and len(key) > 2 and bias.shape[:-1] == key[:-1]:
         if bias.shape[-1] not in (1, key[-3]):
-            raise TypeError(
-                "attention_weights takes no value: (query, key, bias, mask, *, rows); got a bias "
-                f"of the shape of values, {bias.shape}."
-            )
+            raise TypeError(f"{_NO_VALUE}; got a bias of the shape of values, {bias.shape}.")
 
 
 def _rows(rows, shape) -> jax.Array:

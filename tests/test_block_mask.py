@@ -51,6 +51,16 @@ def test_every_block_is_told_empty_partial_or_full_as_brute_force_has_it(
     )
 
 
+def test_blocks_of_intervals_are_those_of_the_pairs():
+    mask = masks.KeyLengths([21, 50]) & masks.Window(30, 5)
+    of_pairs = mask & masks.MaskMod(lambda b, h, q, k: k >= 0)
+    types, expected = (
+        masks.create_block_mask(m, 37, 53, block=8).second.block_types for m in (mask, of_pairs)
+    )
+    np.testing.assert_array_equal(types, expected)
+    assert {*np.unique(types)} == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
     "block, block_q, block_k", [(8, 16, 32), (16, 8, 8), (8, 12, 20), (64, 16, 16)]
 )

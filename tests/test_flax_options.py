@@ -161,7 +161,7 @@ IMPOSSIBLE = {
     ),
     "ids of the hook": (
         *(grouped, lambda _: attention_fn(X, X, X, segment_ids=IDS)),
-        r"mean mask=masks.Documents\(query_ids, key_ids\)\?",
+        r"mean mask=masks.Documents\(segment_ids\)\?",
     ),
     "a flag that is none": (
         *(lambda: layer_of(dropout_rate=0.1), lambda layer: layer(X, deterministic="no")),
@@ -173,7 +173,7 @@ IMPOSSIBLE = {
     ),
     "an order in a call": (
         *(grouped, lambda layer: layer(X, deterministic_gradients=True)),
-        "deterministic_gradients belongs in the constructor",
+        "Pass deterministic_gradients to the constructor",
     ),
     "a mask_mod as it is": (
         *(grouped, lambda layer: layer(X, mask=lambda b, h, q, k: q >= k)),
@@ -181,11 +181,11 @@ IMPOSSIBLE = {
     ),
     "a list of masks": (
         *(grouped, lambda layer: layer(X, mask=[masks.Causal(), masks.Window(2, 0)])),
-        "mask must be an array or .* a list of Window. Join masks with &",
+        r"mask must be an array or .* a list of Causal\(\). Join masks with &",
     ),
     "causal by the call": (
         *(grouped, lambda layer: layer(X, is_causal=True)),
-        "is_causal belongs in the constructor",
+        "Pass is_causal to the constructor",
     ),
     "position ids": (
         *(grouped, lambda layer: layer(X, position_ids=IDS)),
@@ -385,7 +385,7 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
         (dict(normalize_qk=True), r"mean qk_norm\?"),
         (dict(head_dim=6), r"mean head_size\?"),
         (dict(broadcast_dropout=True), "Leave broadcast_dropout out: each batch row"),
-        (dict(segment_ids=IDS), "segment_ids belongs in the call"),
+        (dict(segment_ids=IDS), "Pass segment_ids in the call"),
     ],
 )
 def test_the_constructor_refuses_what_the_first_call_would(options, text):

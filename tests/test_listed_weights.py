@@ -167,7 +167,7 @@ MISTAKES = {
         TypeError,
         r"lists must be a masks.KeyLists, .*; got an array int32\[5, 1, 3\]",
     ),
-    "another mask": (dict(lists=masks.Causal()), TypeError, "lists must be .*; got Window"),
+    "another mask": (dict(lists=masks.Causal()), TypeError, r"lists must be .*; got Causal\(\)"),
     "two lists": (dict(lists=ONE & ONE), TypeError, "lists must be .*; got 2 joined by &"),
     "a mask beside": (dict(mask=masks.Causal()), TypeError, "joined with lists: lists & mask"),
     "an lse of heads first": (

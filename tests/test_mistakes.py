@@ -1,8 +1,12 @@
 """Mistakes beside the values of flash_attention's arguments: names of other libraries, and what is
 given to the other functions and classes."""
 
+import dataclasses
+import importlib
 import inspect
 import pathlib
+import pickle
+import pydoc
 import re
 
 import jax
@@ -12,21 +16,28 @@ import pytest
 
 import pallas_flash
 from pallas_flash import (
+    PagedCache,
     attention_weights,
     dropout_mask,
     explain,
+    explain_paged,
     flash_attention,
     flash_attention_jvp,
+    listed_weights,
     masks,
     merge_attention,
     paged_attention,
+    paged_cache,
     scores,
 )
-from pallas_flash.checks.unexpected import LAYER, LAYER_CALL, NEEDLESS, OURS
+from pallas_flash.accounting import name_of
+from pallas_flash.attention import normalised
+from pallas_flash.checks.names import BY_CALLABLE, NEEDLESS, OURS
 from pallas_flash.context_parallel import Ring, zigzag
-from pallas_flash.flax import FlashAttention
+from pallas_flash.flax import FlashAttention, rope
 
-MIGRATING = pathlib.Path(__file__).parents[1] / "docs" / "migrating.md"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+LAYER, LAYER_CALL = BY_CALLABLE["FlashAttention"], BY_CALLABLE["FlashAttention.__call__"]
 ones = jnp.ones
 q, k, x = ones((2, 5, 4, 8)), ones((2, 7, 2, 8)), ones((1, 8, 2, 8))
 
@@ -46,6 +57,8 @@ UNEXPECTED = {
     "kv_lens": r"mean key_value_seq_lengths\?",
     "block_q": "Leave block_q out: tiles are chosen; explain says which",
     "block_sizes": "Leave block_sizes out: tiles",
+    "block_size": r"mean mask=masks.KeyLists\(block_indices, block_size\)\?",
+    "k_descale": r"Leave k_descale out: dequantise: query.astype\(bfloat16\) \* its scale; 8 bits",
 }
 # each call, its error, and what it says
 ELSEWHERE = {
@@ -98,6 +111,185 @@ ELSEWHERE = {
         lambda: masks.Chunked(0.5),
         ValueError,
         "Chunked.size must be a static int from 1 to .*; got the float 0.5",
+    ),
+    "scales and tiles": (
+        lambda: flash_attention(q, k, k, q_descale=1, block_q=64, fp8_params=1),
+        TypeError,
+        "Leave q_descale and fp8_params out: dequantise.* Leave block_q out: tiles",
+    ),
+    "an 8-bit query": (
+        lambda: flash_attention(q.astype("float8_e4m3fn"), k, k),
+        TypeError,
+        r"got float8_e4m3fn\. Dequantise: query.astype\(bfloat16\) \* its scale; .*paged_atten",
+    ),
+    "8-bit values": (
+        lambda: flash_attention(q, k, k.astype("int8")),
+        TypeError,
+        r"value must be .*; got int8\. Dequantise: value.astype\(bfloat16\)",
+    ),
+    "an 8-bit query of pages": (
+        lambda: paged_attention(x.astype("float8_e4m3fn"), x, x, [[0]], [1]),
+        TypeError,
+        r"query must be .*; got float8_e4m3fn\. Dequantise",
+    ),
+    "no heads": (
+        lambda: flash_attention(q[:, :, :0], k[:, :, :0], k[:, :, :0]),
+        ValueError,
+        r"with N and K from 1 on; got \(2, 5, 0, 8\) and \(2, 7, 0, 8\)",
+    ),
+    "the tokens of one sequence": (
+        lambda: masks.Varlen(32),
+        ValueError,
+        r"int32 \[B, sequences \+ 1\] .* as \[0, 32\] for one; got the int 32",
+    ),
+    "a float of keys": (
+        lambda: masks.Varlen([0, 3]).key_value_segment_ids(32.0),
+        ValueError,
+        "length must be a static int from 0 on; got the float 32.0",
+    ),
+    "a float of ids for slopes": (
+        lambda: scores.Alibi(ones((2, 4)), ones(7)),
+        TypeError,
+        "Alibi.key_value_segment_ids must be integers; got float32",
+    ),
+    **{
+        f"id {n} for slopes of two sequences": (
+            lambda n=n: scores.Alibi(ones((2, 4)), [0, 1, 2, n]),
+            ValueError,
+            rf"key_value_segment_ids must be from 0 to 1, .*, or 2 for padding; got {n}",
+        )
+        for n in (-1, 3)
+    },
+    "ids of the queries alone": (
+        lambda: flash_attention(q, k, k, mask=masks.Documents([[0] * 5] * 2)),
+        ValueError,
+        r"Documents\(ids\) alone is enough only where T == S; got T = 5, S = 7\. Pass key_ids",
+    ),
+    **{
+        f"{words} in place of a bias": (
+            lambda mask=mask: flash_attention(q, k, k, mask),
+            TypeError,
+            f"bias must be an array; got {re.escape(words)}. Pass a mask by name: mask=",
+        )
+        for words, mask in {
+            "Causal()": masks.Causal(),
+            "(Causal() | Chunked(size=4))": masks.Causal() | masks.Chunked(4),
+            "~(KeyLengths(lengths=[3]))": ~masks.KeyLengths([3]),
+            "KeyLengths(lengths=int32[2]) & Causal()": masks.KeyLengths(ones(2, int))
+            & masks.Causal(),
+        }.items()
+    },
+    "a drawing of everything": (
+        lambda: masks.draw(masks.Causal(), 100_000, 100_000),
+        ValueError,
+        "1048576 at most; got 10000000000. Draw larger blocks: block=2048",
+    ),
+    "a drawing of what is traced": (
+        lambda: jax.jit(lambda n: masks.draw(masks.KeyLengths(n), 2, 2))(ones(1, int)),
+        TypeError,
+        "draw prints values, which are not known under jax.jit: call it outside",
+    ),
+    "an angle for each of other tokens": (
+        lambda: rope(q, np.arange(3)[None]),
+        ValueError,
+        r"positions must be \[B, T\] = \(2, 5\), or \[1, T\] for all rows; got \(1, 3\)",
+    ),
+    "a list to rotate": (lambda: rope([1.0], [0]), ValueError, r"x must be \[B, T, N, H\]"),
+    "frequencies of other heads": (
+        lambda: rope(q, np.arange(5)[None], frequencies=ones(8)),
+        ValueError,
+        r"frequencies must be \[H/2\] = \(4,\); got \(8,\)",
+    ),
+    "a base of 0": (lambda: rope(q, np.arange(5)[None], 0), ValueError, "base must be .* above 0"),
+    **{
+        f"a cache of {dtype}": (
+            lambda dtype=dtype: paged_cache(1, 8, 1, 8, pages=1, page=8, dtype=dtype),
+            TypeError,
+            f"a cache's dtype must be float32, .* float8_e5m2; got {got}",
+        )
+        for dtype, got in (("fp8", "the text 'fp8'"), (0.5, "the float"), (jnp.int32, "int32"))
+    },
+    "a page of text": (
+        lambda: paged_cache(1, 8, 1, 8, pages=1, page="8"),
+        ValueError,
+        "page must be a static int from 1 on; got the text '8'",
+    ),
+    "a flag of text for a cache": (
+        lambda: paged_cache(1, 8, 1, 8, pages=1, values_are_keys="no"),
+        TypeError,
+        "values_are_keys must be a static bool",
+    ),
+    "rows of text": (
+        lambda: paged_cache(1, 8, 1, 8, pages=1).release("all"),
+        TypeError,
+        "rows must be an array; got the text 'all'",
+    ),
+    "one primal": (
+        lambda: flash_attention_jvp(q, q),
+        TypeError,
+        r"primals must be \(query, key, value\); got an array float32",
+    ),
+    "a residual of text for explain": (
+        lambda: explain(q, k, k, return_residual="lse"),
+        TypeError,
+        "return_residual must be a static bool",
+    ),
+    "objects for explain": (
+        lambda: explain(np.array([None]), k, k),
+        TypeError,
+        r"query must be an array; got an array object\[1\]",
+    ),
+    "a number that no int32 holds": (
+        lambda: flash_attention(q, k, k, 2**40),
+        TypeError,
+        "bias must be an array; cannot convert this the int 1099511627776",
+    ),
+    "no mask": (lambda: masks.draw(None, 2, 2), TypeError, "mask must be an object of pallas"),
+    "a name that is none": (
+        lambda: masks.MaskMod(lambda b, h, q, k: q >= k, 3),
+        TypeError,
+        "MaskMod.name must be a text; got the int 3",
+    ),
+    "no cap": (lambda: scores.SoftCap(None), TypeError, "SoftCap.cap must be .*; got NoneType"),
+    "a number to reorder": (lambda: zigzag(3, 2), ValueError, "x must be arrays with an axis 1"),
+    "an axis of text": (lambda: zigzag(x, 2, "T"), TypeError, "axis must be a static int; got"),
+    "an array for an axis": (lambda: Ring(ones(2)), TypeError, "Ring.axis must be the name of an"),
+    "a device for its kind": (lambda: name_of(jax.devices()[0]), TypeError, "kind must be a text"),
+    "less than no tokens": (lambda: masks.GlobalTokens(-1), ValueError, "from 0 to .* the int -1"),
+    "one side": (
+        lambda: masks.Window(window=4),
+        TypeError,
+        r"^Window\(\) got .* 'window'\. Leave window out: .* Window\(w - 1, 0\)",
+    ),
+    "what a cache needs": (
+        lambda: paged_cache(2, 64),
+        TypeError,
+        r"^paged_cache\(\) missing 2 required arguments: 'kv_heads' and 'head_size'\. It takes b",
+    ),
+    "a window of Causal": (
+        lambda: masks.Causal(4),
+        TypeError,
+        r"Causal\(\) takes no arguments; got 1 argument without a name\. A window is masks.Window",
+    ),
+    "a value for listed weights": (
+        lambda: listed_weights(q, k, k, masks.KeyLists([[[0]]]), q),
+        TypeError,
+        r"There is no value: listed_weights\(query, key, lists, lse\)",
+    ),
+    "a value by name for weights": (
+        lambda: attention_weights(q, k, value=k, rows=[0]),
+        TypeError,
+        "attention_weights takes no value",
+    ),
+    "a value by name for listed weights": (
+        lambda: listed_weights(q, k, masks.KeyLists([[[0]]] * 5), ones((2, 5, 4)), value=k),
+        TypeError,
+        "listed_weights takes no value",
+    ),
+    "pages that are missing": (
+        lambda: explain_paged(x),
+        TypeError,
+        r"^paged_attention\(\) missing .* 'k_pages'\. It takes query, k_pages, v_pages, page_table",
     ),
     "a stride back": (lambda: masks.Dilated(-1), ValueError, "Dilated.stride .* got the int -1"),
     "a bool of tokens": (lambda: masks.GlobalTokens(True), ValueError, "the bool True"),
@@ -239,6 +431,27 @@ def test_a_mistake_elsewhere_has_a_clear_error_too(name):
         f()
 
 
+def test_a_mask_of_no_global_tokens_shows_none():
+    assert not masks.GlobalTokens(0).mask_mod()(0, 0, *jnp.indices((3, 3))).any()
+
+
+def test_a_masks_array_with_one_row_is_that_of_all_rows():
+    ends, ids = [0, 2, 5], np.arange(5)
+    x, each = ones((3, 5, 4, 8)), lambda x: np.broadcast_to(x, (3, *np.shape(x)))
+    for kind, array in [
+        (masks.KeyLengths, 3),
+        (masks.KeyStarts, 3),
+        (masks.QueryLengths, 3),
+        (masks.PrefixLM, 3),
+        (masks.Documents, ids),
+        (masks.Varlen, ends),
+    ]:
+        one, all_rows = (
+            normalised(x, x, x, mask=kind(a))[1] for a in (np.array([array]), each(array))
+        )
+        jax.tree.map(np.testing.assert_array_equal, one, all_rows)
+
+
 def test_ends_of_packed_rows_may_repeat_the_last_and_are_not_looked_at_where_they_are_traced():
     q, attend = (
         ones((5, 4, 8)),
@@ -278,9 +491,95 @@ def test_a_paged_call_is_told_the_names_of_paged_attention():
         paged_attention(*(ones((1, 8, 2, 8)),) * 3, block_table=ones((1, 1)), cache_seqlens=ones(1))
 
 
+METHODS = dict(
+    FlashAttention="__call__ init_cache init_rolling_cache",
+    PagedCache="append attend release reserve share shortage",
+    Varlen="key_value_segment_ids",
+)
+
+
+def public():
+    """What a user calls, by its name: all of docs/api.md but data that the package makes."""
+    data = PagedCache, pallas_flash.Explanation, pallas_flash.Options, masks.BlockMask, masks.Mask
+    for path in re.findall(r"^::: (pallas_flash.+)$", (DOCS / "api.md").read_text(), re.M):
+        *module, name = path.split(".")
+        x = getattr(importlib.import_module(".".join(module)), name)
+        is_data = x in data or (isinstance(x, type) and issubclass(x, tuple))
+        if callable(x) and not is_data:
+            yield name, x
+        for method in METHODS.get(name, "").split():
+            yield f"{name}.{method}", getattr(x, method)
+
+
+def parameters(f) -> dict:
+    # of a constructor itself: nnx's metaclass hides it
+    return inspect.signature(f.__init__ if isinstance(f, type) else f).parameters
+
+
+def told(f, /, **arguments) -> str:
+    """What f says of arguments that it does not have."""
+    is_method = not isinstance(f, type) and next(iter(parameters(f)), None) == "self"
+    with pytest.raises(TypeError) as error:
+        f(*[None] * is_method, **arguments)
+    return str(error.value)
+
+
+def test_everything_public_tells_which_argument_was_meant():
+    names = set()
+    for name, f in public():
+        own = [x for x in parameters(f).values() if x.name != "self"]
+        if any(x.kind == x.VAR_KEYWORD for x in own):  # its options are flash_attention's
+            continue
+        names.add(name)
+        for x in own:
+            text = told(f, **{f"{x.name}_": None})
+            assert text.startswith(f"{name}() got an unexpected keyword argument '{x.name}_'. Did ")
+            assert text.endswith(f"mean {x.name}?"), text
+    assert names >= {"flash_attention", "KeyLists", "PagedCache.append", "FlashAttention.__call__"}
+
+
+def test_a_name_from_elsewhere_is_told_by_one_table_for_everything_public():
+    callables = dict(public())
+    for name, hints in BY_CALLABLE.items():
+        f, own = callables[name], parameters(callables[name])
+        for theirs, hint in hints.items():
+            text = told(f, **{theirs: None})
+            assert theirs not in own and f"{name}() got an unexpected keyword arg" in text
+            if hint.partition("?")[0].partition("=")[0] in own:
+                assert f"Did you mean {hint}" in text, text
+            else:  # a sentence
+                assert hint[0].isupper() and text.endswith(hint.replace("{}", theirs)), text
+    assert told(masks.Varlen, cu_seqlens=1, max_seqlen=1).endswith(
+        "Did you mean cu_seqlens_q? Leave max_seqlen out: no maxima are needed."
+    )
+
+
+def test_a_mask_whose_constructor_tells_names_is_a_dataclass_like_any_other():
+    lists = masks.KeyLists(np.zeros((1, 5, 1, 3), np.int32), query_block=2)
+    assert list(inspect.signature(masks.KeyLists).parameters) == ["indices", "block", "query_block"]
+    assert list(inspect.signature(masks.MaskMod).parameters) == ["function", "name"]
+    assert "heads" not in pydoc.render_doc(masks.KeyLists.__init__)
+    assert pickle.loads(pickle.dumps(lists)) == lists == jax.tree.map(lambda x: x, lists)
+    assert dataclasses.replace(lists, block=4) == masks.KeyLists(lists.indices, 4, 2)
+    with pytest.raises(TypeError, match="takes indices, block, query_block; got 4"):
+        masks.KeyLists(lists.indices, 1, 1, "K")
+
+    class Near(masks.Window):
+        def __init__(self, size):
+            super().__init__(size, size)
+
+    assert Near(3).right == 3 and list(inspect.signature(Near).parameters) == ["size"]
+
+
+def test_help_of_the_package_begins_with_what_it_has_and_shows_no_methods_of_dict_and_tuple():
+    text = pydoc.plain(pydoc.render_doc(pallas_flash))
+    assert "    flash_attention " in text[:1200] and "    paged_cache " in text[:4000]
+    assert "fromkeys" not in text and len(text) < 42_000
+
+
 def theirs() -> list[str]:
     """The first column of migrating.md's tables."""
-    lines = MIGRATING.read_text().splitlines()
+    lines = (DOCS / "migrating.md").read_text().splitlines()
     return [line.split(" | ")[0] for line in lines if line.startswith("| ")]
 
 

@@ -179,7 +179,7 @@ WRONG = {
     "lists joined with another mask": (
         {},
         dict(mask=masks.KeyLists([[[0]]]) & masks.Causal()),
-        "mask must be a masks.KeyLists, .*; got And. is_causal, lengths, local_window_size and",
+        r"mask must be a masks.KeyLists, .*; got KeyLists\(.*\) & Causal\(\)\. is_causal, len",
     ),
     "lists of other queries": (
         {},

@@ -3,7 +3,6 @@ may share."""
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
-import inspect
 from typing import Literal, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
@@ -127,7 +126,7 @@ def paged_attention(
     return_max_logits: bool = False,
     **options: Unpack[Options],
 ) -> _Output | tuple[_Output, _Residual] | tuple[_Output, _Residual, _Residual]: ...
-@unexpected.refused()
+@unexpected.refused
 def paged_attention(
     query: Float[AnyArray, "*B T N H"],
     k_pages: Real[AnyArray, "P page K H"],
@@ -243,10 +242,9 @@ in_lines(paged_attention)
 
 def bind_call(*args, **kwargs) -> PagedCall:
     """The call of paged_attention with these arguments."""
-    signature = inspect.signature(paged_attention)
-    unexpected.refuse("paged_attention", kwargs, signature.parameters)
-    bound = signature.bind(*args, **kwargs)
+    bound = unexpected.bind(paged_attention, args, kwargs)
     bound.apply_defaults()
+    checks.flag("return_residual", bound.arguments["return_residual"])
     return checked_call(**{n: x for n, x in bound.arguments.items() if n != "return_residual"})
 
 

@@ -1,6 +1,8 @@
 """`PagedCache`: keys and values in pages, which its rows take, fill, share and give back, by pure
 functions for jax.jit."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from typing import NamedTuple, Unpack, overload
 
 import jax
@@ -12,10 +14,11 @@ from pallas_flash import checks
 from pallas_flash.caches import allocator, ragged
 from pallas_flash.caches.allocator import Shortage
 from pallas_flash.caches.paged import PAGE, Options, paged_attention
-from pallas_flash.checks import AnyArray
+from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.devices import sharding
 from pallas_flash.problem import arguments
 from pallas_flash.problem.page_layout import PageLayout
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import quantised
 
 
@@ -59,6 +62,7 @@ class PagedCache(NamedTuple):
         P, page = allocator.pool_size(self)
         return jnp.sum(self.page_table < P, 1, dtype=jnp.int32) * page
 
+    @unexpected.refused
     def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> Shortage:
         """What an append of `tokens` more tokens to each row would lack, (pages, tokens): pages,
         int32 [], that would have to be free besides those that are; and tokens, int32 [B], of each
@@ -67,13 +71,15 @@ class PagedCache(NamedTuple):
         cache, arrays, _ = allocator.on_each_device(self, dict(tokens=tokens))
         return allocator.shortage(cache, **arrays)
 
-    def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> "PagedCache":
+    @unexpected.refused
+    def reserve(self, tokens: Int[AnyArray, "#B"] | int) -> PagedCache:
         """The cache with pages for `tokens` more tokens of each row. Inside of jax.jit a row gets
         them as long as there are free pages and entries of the table."""
         tokens = self._by_row("tokens", tokens)
         self._check_room("reserve", tokens)
         return allocator.change(allocator.reserve, self, tokens=jnp.asarray(tokens))
 
+    @unexpected.refused
     def append(
         self,
         key: Float[AnyArray, "*B T K H"],
@@ -82,7 +88,7 @@ class PagedCache(NamedTuple):
         cu_seqlens: Int[AnyArray, "B+1"] | None = None,
         *,
         cu_seqlens_q: Int[AnyArray, "B+1"] | None = None,
-    ) -> "PagedCache":
+    ) -> PagedCache:
         """The cache with the first `count` of T tokens added to each row, by default all, in pages
         as `reserve` gives them. With cu_seqlens, or cu_seqlens_q, int32 [B + 1], key and value are
         [T, K, H], and row b takes the tokens from cu_seqlens[b] up to, not including,
@@ -108,10 +114,11 @@ class PagedCache(NamedTuple):
             self._check_room("append", jnp.diff(ragged.within(new["cu_seqlens"], T)))
         return sharding.map_cache(allocator.append_ragged, self, new)[1]
 
-    def release(self, rows: Bool[AnyArray, "B"]) -> "PagedCache":
+    @unexpected.refused
+    def release(self, rows: Bool[AnyArray, "B"]) -> PagedCache:
         """The cache with these rows empty, as if they had lost no tokens; their pages that no other
         row has are free again."""
-        rows = jnp.asarray(rows)
+        rows = checks.array("rows", rows)
         if rows.dtype != bool or rows.shape != self.lengths.shape:
             raise ValueError(
                 f"rows must be bool [B] = {self.lengths.shape}, True: release; got {rows.dtype} "
@@ -119,9 +126,8 @@ class PagedCache(NamedTuple):
             )
         return allocator.change(allocator.release, self, rows=rows)
 
-    def share(
-        self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int
-    ) -> "PagedCache":
+    @unexpected.refused
+    def share(self, source: Int[AnyArray, ""] | int, target: Int[AnyArray, ""] | int) -> PagedCache:
         """The cache in which row `target` begins as row `source`: both have the full pages of the
         source, and the target's own pages are released. Tokens behind the full pages are not
         shared; append them to the target. If both are one row, or one of the numbers is traced and
@@ -155,6 +161,7 @@ class PagedCache(NamedTuple):
         return_max_logits: bool = False,
         **options: Unpack[Options],
     ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]: ...
+    @unexpected.refused
     def attend(self, query, *, cu_seqlens=None, **options):
         """`paged_attention` of the query to this cache, with its other options: value_size, if the
         cache holds keys alone. cu_seqlens is another name of cu_seqlens_q.
@@ -254,6 +261,10 @@ class PagedCache(NamedTuple):
         return x
 
 
+for _method in "append release reserve share shortage".split():
+    in_lines(getattr(PagedCache, _method))
+
+
 def _cu_seqlens(cu_seqlens, cu_seqlens_q):
     """The argument that has two names: the one that is given, and its value."""
     if cu_seqlens is not None and cu_seqlens_q is not None:
@@ -262,6 +273,7 @@ def _cu_seqlens(cu_seqlens, cu_seqlens_q):
     return next(((name, x) for name, x in named.items() if x is not None), ("cu_seqlens", None))
 
 
+@unexpected.refused
 def paged_cache(
     batch: int,
     max_length: int,
@@ -303,12 +315,15 @@ def paged_cache(
             "value_dtype must be None with values_are_keys, whose values are columns of the keys "
             f"and have their dtype; got {jnp.dtype(value_dtype)}."
         )
-    if page % PAGE or page <= 0:
+    if checks.count("page", page) % PAGE:
         raise ValueError(f"page must be a multiple of {PAGE} keys; got {page}.")
+    dtype = quantised.cache_dtype(dtype)
+    value_dtype = dtype if value_dtype is None else quantised.cache_dtype(value_dtype)
+    values_are_keys = checks.flag("values_are_keys", values_are_keys)
     shape = PageLayout().arrange(P=pages, C=page, K=kv_heads, H=head_size)
     table = jnp.full((batch, -(-max_length // page)), pages, jnp.int32)
     zeros = lambda n: jnp.zeros(n, jnp.int32)
-    dtypes = [dtype, dtype if value_dtype is None else value_dtype][: 1 if values_are_keys else 2]
+    dtypes = [dtype, value_dtype][: 1 if values_are_keys else 2]
     key, value = (*(jnp.zeros(shape, each) for each in dtypes), None)[:2]
     scales = (quantised.empty_scales(shape, each) for each in dtypes)
     numbers = dict(users=pages, lengths=batch, lost=batch, appended=batch, append_length=())

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_flash.checks.names import DEQUANTISE
+
 AnyArray = Array | np.ndarray
 IN_FLAX = " Flax's modules need attention_fn=pallas_flash.flax.attention_fn."
 MASK_HINT = (
@@ -41,7 +43,7 @@ def is_constant(x) -> bool:
 def from_shapes(f: Callable, call: Any):
     """f(call), which returns no array, for a call of arrays or of shapes; computes nothing."""
     leaves, tree = jax.tree.flatten(call)
-    data = [is_array(x) and not is_constant(x) for x in leaves]
+    data = [is_array(x) and not is_constant(x) and not _is_text(x) for x in leaves]
     results = []
 
     def trace(arrays):
@@ -59,17 +61,24 @@ def like_array(name: str, x, or_what: str = ""):
     if not others:
         return
     is_sequence = isinstance(x, list | tuple)
-    got = f"a {type(x).__name__} of {type(others[0]).__name__}" if is_sequence else description(x)
-    hint = MASK_HINT if callable(x) else " Join masks with &: a & b." if is_sequence else ""
-    raise TypeError(f"{name} must be an array{or_what}; got {got}.{hint * (name == 'mask')}")
+    got = f"a {type(x).__name__} of {described(others[0])}" if is_sequence else description(x)
+    if name == "mask":
+        hint = MASK_HINT if callable(x) else " Join masks with &: a & b." if is_sequence else ""
+    else:
+        hint = " Pass a mask by name: mask=." if name == "bias" and _words(x) else ""
+    raise TypeError(f"{name} must be an array{or_what}; got {got}.{hint}")
 
 
 def _others(x) -> list:
     """What is in a list, or is itself, neither an array nor a number."""
     if isinstance(x, list | tuple):
         return [other for part in x for other in _others(part)]
-    is_text = getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U")  # of NumPy
-    return [] if (is_array(x) and not is_text) or isinstance(x, int | float) else [x]
+    return [] if (is_array(x) and not _is_text(x)) or isinstance(x, int | float) else [x]
+
+
+def _is_text(x) -> bool:
+    """Whether x is an array of NumPy's of texts or objects."""
+    return getattr(getattr(x, "dtype", None), "kind", None) in ("O", "S", "U")
 
 
 def array(name: str, x, or_what: str = ""):
@@ -82,11 +91,23 @@ def array(name: str, x, or_what: str = ""):
         )
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
             f"{name} must be an array{or_what}; cannot convert this "
             f"{description(x).removeprefix('an ')}: {error}"
         ) from None
+
+
+def one_of(dtypes: tuple[str, ...], name: str, dtype):
+    """Raises where an array has another dtype than these."""
+    if str(dtype) in dtypes:
+        return
+    has_8_bits = dtype.itemsize == 1 and dtype.kind != "b"
+    hint = DEQUANTISE.replace("query", name) if has_8_bits else f"cast it with {name}.astype(...)"
+    raise TypeError(
+        f"{name} must be {', '.join(dtypes[:-1])} or {dtypes[-1]}; got {dtype}. "
+        f"{hint[0].upper()}{hint[1:]}."
+    )
 
 
 def dense(name: str, x, dtype):
@@ -199,13 +220,13 @@ def rng(name: str, x):
     return x
 
 
-def count(name: str, x, most: int = INT32.max) -> int:
+def count(name: str, x, most: int = INT32.max, least: int = 1) -> int:
     """A static int from 1 on."""
-    if is_int(x) and not isinstance(x, bool) and 0 < x <= most:
+    if is_int(x) and not isinstance(x, bool) and least <= x <= most:
         return int(x)
     upper = f" to {most}" if most < INT32.max else ""
     raise ValueError(
-        f"{name} must be a static int from 1{upper or ' on'}; got {description(x)}."
+        f"{name} must be a static int from {least}{upper or ' on'}; got {description(x)}."
         f"{if_traced(name, x)}"
     )
 
@@ -335,4 +356,14 @@ def description(x) -> str:
         )
     if isinstance(x, bool | int | float | complex):
         return f"the {type(x).__name__} {x!r}"
-    return type(x).__name__
+    return described(x)
+
+
+def described(x) -> str:
+    """A mask as a user writes it, anything else by its type."""
+    return _words(x) or type(x).__name__
+
+
+def _words(x) -> str | None:
+    in_words = getattr(type(x), "in_words", None)  # a method of masks.Mask
+    return None if in_words is None else in_words(x)

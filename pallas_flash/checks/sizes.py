@@ -10,11 +10,12 @@ from pallas_flash import checks
 HEADS_FIRST = (
     " Do the heads come before the length? Here they come after it: jnp.swapaxes(x, -3, -2)."
 )
+ENDS = "sequences + 1"  # an axis of any size, in words
 
 
 class Sizes(NamedTuple):
     """The sizes that further arrays must have: the leading axes of query, at least one, and the
-    letters of features. C is an axis of any size."""
+    letters of features. C is an axis of any size, of the ends of sequences."""
 
     lead: tuple[int, ...]
     of: dict[str, int]
@@ -25,15 +26,23 @@ class Sizes(NamedTuple):
         x = jnp.asarray(checks.ints(name, x))
         if "B" not in letters:
             return x
-        of = self.of | dict(C=x.shape[-1] if x.shape else 0)
-        tail = tuple(of[c] for c in letters[1:])
+        tail = tuple(self.of.get(c, x.shape[-1] if x.shape else 0) for c in letters[1:])
         if x.shape != (*self.lead, *tail) and not (self.lead == (1,) and x.shape == tail):
             hint = " Packed rows are a query [T, N, H], without a batch."
+            axes = [c if c in self.of else ENDS for c in letters]
+            sizes = *self.lead, *(self.of.get(axis, axis) for axis in axes[1:])
             raise ValueError(
-                f"{name} must be int32 [{', '.join(letters)}] = {(*self.lead, *tail)}; got "
-                f"{x.shape}.{hint * (letters == 'BC' and x.ndim == 1)}"
+                f"{name} must be int32 [{', '.join(axes)}] = {sizes}; got "
+                f"{x.shape}.{hint * (letters == 'BC' and x.ndim == 1)}".replace(f"'{ENDS}'", ENDS)
             )
         return x.reshape(self.of["B"], *tail)
+
+    def of_all_rows(self, x, letters: str):
+        """x with the leading axes of query, where it has as many of size 1 in place of B."""
+        lead, tail = (1,) * len(self.lead), len(letters) - 1
+        if letters[0] != "B" or x.shape[: x.ndim - tail] != lead:
+            return x
+        return jnp.broadcast_to(x, (*self.lead, *x.shape[x.ndim - tail :]))
 
     def offset(self, x):
         """query_offset as an int, or as int32 [B]: an array is data, and serves every value with

@@ -63,6 +63,7 @@ SomeCache = TypeVar("SomeCache", bound=Cache)
 
 def empty(kind: Callable, batch: int, slots: int, heads: int, size: int, dtype) -> Any:
     """An empty KVCache or RollingCache; a quantised one has whole pages of slots."""
+    dtype = quantised.cache_dtype(dtype)
     slots = -(-slots // PAGE) * PAGE if quantised.is_quantised(dtype) else slots
     shape = batch, slots, heads, size
     # two arrays, not one twice, so that a jitted step may be given the cache's memory
@@ -221,7 +222,7 @@ def check(cache: Cache, x, left: int | None, heads: int, size: int):
         )
         raise TypeError(
             "cache must be a KVCache, a RollingCache or a PagedCache, from init_cache, "
-            f"init_rolling_cache or paged_cache; got {type(cache).__name__}.{hint}"
+            f"init_rolling_cache or paged_cache; got {checks.description(cache)}.{hint}"
         )
     B, T, _ = x.shape
     name, shape, rows = type(cache).__name__, cache[0].shape, cache.lengths.shape[0]

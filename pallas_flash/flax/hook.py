@@ -20,7 +20,7 @@ from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
 
 
 # every parameter has a name: linen passes on only those that it finds in the signature
-@unexpected.refused(hints={})
+@unexpected.refused
 def attention_fn(
     query: Shaped[AnyArray, "*B T N H"],
     key: Shaped[AnyArray, "*B S K H"],

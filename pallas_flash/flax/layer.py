@@ -1,5 +1,7 @@
 """`FlashAttention`, a layer with RoPE, grouped heads and a KV cache."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import contextlib
 import functools
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from pallas_flash.flax import rotary, validation
 from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.masks import Mask
-from pallas_flash.problem.signatures import Implementation, ScoreMod
+from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 Rngs = nnx.Rngs | nnx.RngStream | Array | None
@@ -79,7 +81,7 @@ class FlashAttention(nnx.Module):
       >>> y, cache = layer(jnp.ones((2, 10, 64)), cache=cache)
     """
 
-    @unexpected.refused(unexpected.LAYER)
+    @unexpected.refused
     def __init__(
         self,
         num_heads: int,
@@ -171,7 +173,7 @@ class FlashAttention(nnx.Module):
         rngs: Rngs = None,
         deterministic: bool | None = None,
     ) -> tuple[Float[Array, "B T Dout"], SomeCache]: ...
-    @unexpected.refused(unexpected.LAYER_CALL)
+    @unexpected.refused
     def __call__(
         self,
         inputs_q: Float[AnyArray, "B T D"],
@@ -263,6 +265,7 @@ class FlashAttention(nnx.Module):
         if deterministic is not None:
             self.deterministic = deterministic
 
+    @unexpected.refused
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` rows of up to max_length tokens. Its dtype is by default the
         layer's dtype, or else param_dtype. A cache of another dtype than the computation's is cast
@@ -271,6 +274,7 @@ class FlashAttention(nnx.Module):
         tokens."""
         return self._empty(KVCache, batch, max_length, dtype)
 
+    @unexpected.refused
     def init_rolling_cache(self, batch: int, tokens: int = 1, dtype: Any = None) -> RollingCache:
         """An empty cache for the tokens in a causal layer's window alone: texts of any length take
         O(local_window_size) memory. A call may add up to `tokens` tokens; give a longer prompt in
@@ -331,3 +335,7 @@ class FlashAttention(nnx.Module):
         # only a call shows whether an implementation can run it
         with contextlib.suppress(NotImplementedError):
             explain(query, key, key, **options)
+
+
+in_lines(FlashAttention.__init__)
+in_lines(FlashAttention.__call__)

@@ -1,14 +1,17 @@
 """RoPE: rotations of queries and keys by their positions."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_flash import checks
-from pallas_flash.checks import AnyArray, sums
+from pallas_flash.checks import AnyArray, sums, unexpected
 
 
+@unexpected.refused
 def rope(
     x: Float[AnyArray, "B T N H"],
     positions: Int[AnyArray, "#B T"],
@@ -22,10 +25,26 @@ def rope(
     Pairs are (x[i], x[i + H/2]), the two halves of the head, as in GPT-NeoX and LLaMA; the paper
     pairs neighbours. Computed in float32. The scores depend on the difference of two positions
     alone.
+
+    Raises:
+      TypeError, ValueError: an argument is no array or number, or shapes do not fit.
     """
-    H = x.shape[-1]
+    x, positions = checks.array("x", x), checks.array("positions", positions)
+    lead, H = x.shape[:-2], x.shape[-1] if x.ndim > 1 else 0
+    if x.ndim < 3 or H % 2:
+        raise ValueError(f"x must be [B, T, N, H] with an even H; got {x.shape}.")
+    sizes = zip(positions.shape[::-1], lead[::-1], strict=False)
+    if not 0 < positions.ndim <= len(lead) or any(n not in (1, m) for n, m in sizes):
+        raise ValueError(
+            f"positions must be [B, T] = {lead}, or [1, T] for all rows; got {positions.shape}."
+        )
     if frequencies is None:
+        if not checks.is_array(base):
+            checks.number("base", base, 0.0, positive=True)
         frequencies = base ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    frequencies = checks.array("frequencies", frequencies)
+    if frequencies.shape != (H // 2,):
+        raise ValueError(f"frequencies must be [H/2] = ({H // 2},); got {frequencies.shape}.")
     # [B | 1, T, 1, H / 2]
     angle = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
     wide = sums(x.dtype)

@@ -2,6 +2,7 @@
 that keeps ints static."""
 
 import dataclasses
+import inspect
 from typing import Any, dataclass_transform
 
 import jax
@@ -13,12 +14,16 @@ IntLike = Any  # an int, or an int32 array
 @dataclass_transform(frozen_default=True)
 def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
     """A frozen dataclass that is a pytree: its arrays are leaves; ints, None and the fields
-    `static` belong to its structure. An == of a base class stays."""
+    `static` belong to its structure. An == of a base class stays. help() shows no field that is
+    keyword-only: the package sets those."""
     if cls is None:
         return lambda cls: dataclass(cls, static=static, **options)
     options = dict(eq=cls.__eq__ is object.__eq__, **options)
     cls = dataclasses.dataclass(frozen=True, **options)(cls)
     names = [field.name for field in dataclasses.fields(cls)]
+    given = inspect.signature(cls.__init__)
+    shown = [x for x in given.parameters.values() if x.kind != x.KEYWORD_ONLY]
+    setattr(cls.__init__, "__signature__", given.replace(parameters=shown))  # noqa: B010, types know none
 
     def flatten(x):
         values, leaves = [getattr(x, name) for name in names], vars(x).get("_leaves", ())
@@ -42,6 +47,21 @@ def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
 
     jax.tree_util.register_pytree_node(cls, flatten, unflatten)
     return cls
+
+
+class _Shown:
+    """Prints as the type of an array."""
+
+    def __init__(self, x):
+        self.text = f"{x.dtype}{list(x.shape)}"
+
+    def __repr__(self):
+        return self.text
+
+
+def shown(tree):
+    """The tree to be printed, with the types of its arrays in place of their values."""
+    return jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, tree)
 
 
 def is_data(value) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
@@ -35,6 +36,7 @@ from pallas_flash.masks.sequences import Documents as Documents
 from pallas_flash.masks.sequences import Varlen as Varlen
 
 
+@unexpected.refused
 @pytrees.dataclass
 class Window(Mask):
     """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit
@@ -65,6 +67,10 @@ class Window(Mask):
                 )
             object.__setattr__(self, name, int(side))
 
+    def __repr__(self):
+        is_causal = self.left is None and self.right == 0
+        return "Causal()" if is_causal else f"Window(left={self.left}, right={self.right})"
+
     def _near(self) -> tuple[int | None, int | None]:
         return tuple(None if side is None else min(side, REACH) for side in (self.left, self.right))
 
@@ -86,6 +92,7 @@ class Window(Mask):
         )
 
 
+@unexpected.refused
 def Causal() -> Window:
     """A query sees the keys up to its own position.
 
@@ -102,6 +109,7 @@ def Causal() -> Window:
     return Window(None, 0)
 
 
+@unexpected.refused
 @pytrees.dataclass
 class Chunked(Mask):
     """A query sees the keys of its own chunk of `size` positions; with Causal() those up to its own
@@ -131,6 +139,7 @@ class Chunked(Mask):
         return lambda b, h, q, k: q // self.size == k // self.size
 
 
+@unexpected.refused
 @pytrees.dataclass
 class KeyLengths(Mask):
     """A query sees only the first lengths[b] keys; lengths is int32 [B].
@@ -153,6 +162,7 @@ class KeyLengths(Mask):
         return mask.with_lengths("key_stop", self.lengths)
 
 
+@unexpected.refused
 @pytrees.dataclass
 class KeyStarts(Mask):
     """A query sees no key before starts[b], as where prompts are padded on the left; starts is
@@ -176,6 +186,7 @@ class KeyStarts(Mask):
         return self.starts[:, None], None
 
 
+@unexpected.refused
 @pytrees.dataclass
 class QueryLengths(Mask):
     """Only the first lengths[b] queries see keys; lengths is int32 [B].
@@ -198,6 +209,7 @@ class QueryLengths(Mask):
         return mask.with_lengths("query_stop", self.lengths)
 
 
+@unexpected.refused
 @pytrees.dataclass
 class PrefixLM(Mask):
     """Every query sees the first prefix[b] keys, and those up to its own position; prefix is int32
@@ -221,6 +233,7 @@ class PrefixLM(Mask):
         return None, jnp.maximum(position + 1, self.prefix[:, None])
 
 
+@unexpected.refused
 def Dilated(stride: int) -> MaskMod:
     """A query sees every stride-th key, counted from its own position.
 
@@ -238,9 +251,10 @@ def Dilated(stride: int) -> MaskMod:
     return MaskMod(lambda b, h, q, k: (q - k) % stride == 0, f"Dilated({stride})")
 
 
+@unexpected.refused
 def GlobalTokens(n: int) -> MaskMod:
     """The first n positions see all keys, and all queries see the first n keys: `Window(128, 128) |
-    GlobalTokens(4)`.
+    GlobalTokens(4)`. n may be 0: none do.
 
     Examples:
       >>> from pallas_flash import masks
@@ -252,5 +266,5 @@ def GlobalTokens(n: int) -> MaskMod:
       1 . . . . . . .
       1 . . . . . . .
     """
-    n = checks.count("GlobalTokens.n", n, REACH)
+    n = checks.count("GlobalTokens.n", n, REACH, least=0)
     return MaskMod(lambda b, h, q, k: (q < n) | (k < n), f"GlobalTokens({n})")

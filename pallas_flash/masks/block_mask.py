@@ -15,6 +15,8 @@ from pallas_flash.masks.key_lists import KeyLists
 from pallas_flash.masks.mask import And, BlockTypes, Mask, conjuncts, leaves, split, with_leaves
 from pallas_flash.masks.resolution import resolve, split_lists
 
+LARGEST_DRAWING = 2**20  # characters, 1024 x 1024
+
 
 @pytrees.dataclass(repr=False)
 class BlockMask(And):
@@ -25,7 +27,7 @@ class BlockMask(And):
       >>> from pallas_flash import masks
       >>> mask = masks.create_block_mask(masks.Causal(), 6, 8, block=2)
       >>> mask
-      BlockMask(Window(left=None, right=0), 6 x 8 in blocks of 2: 6 skipped, 3 full, 3 partial)
+      BlockMask(Causal(), 6 x 8 in blocks of 2: 6 skipped, 3 full, 3 partial)
       >>> print(masks.draw(mask, 6, 8))
       1 . . . . . . .
       1 1 . . . . . .
@@ -54,7 +56,7 @@ class BlockMask(And):
         return f"BlockMask({self.first!r}, {size}: {counts})"
 
 
-@unexpected.refused()
+@unexpected.refused
 def create_block_mask(
     mask: Mask,
     queries: int,
@@ -82,6 +84,10 @@ def create_block_mask(
       >>> masks.create_block_mask(dilated, 512, 512).counts()
       {'skipped': 43, 'full': 0, 'partial': 21}
     """
+    if mask is None:
+        raise TypeError(
+            "mask must be an object of pallas_flash.masks, as masks.Causal(); got None."
+        )
     queries, keys = checks.count("queries", queries), checks.count("keys", keys)
     block, batch = checks.count("block", block), checks.count("batch", batch)
     heads, query_offset = checks.count("heads", heads), _static("query_offset", query_offset)
@@ -107,7 +113,7 @@ def create_block_mask(
     return BlockMask(mask, BlockTypes(types, count, uses, queries, keys, block, query_offset))
 
 
-@unexpected.refused()
+@unexpected.refused
 def draw(
     mask: Mask,
     queries: int,
@@ -122,7 +128,8 @@ def draw(
     not. Batch rows and heads that differ stand side by side.
 
     With `block` each character is a block of so many queries and keys: 1 if it is full, / partial,
-    a dot if it is empty. Arguments and errors are those of `create_block_mask`.
+    a dot if it is empty. Arguments and errors are those of `create_block_mask`; besides, a drawing
+    of more than 2^20 characters raises, and one under jax.jit.
 
     Examples:
       >>> from pallas_flash import masks
@@ -143,9 +150,27 @@ def draw(
       1 1 1 1 1 / . .
     """
     sizes = dict(block=block, query_offset=query_offset, batch=batch, heads=heads)
-    types = np.asarray(create_block_mask(mask, queries, keys, **sizes).second.block_types)
+    _check_drawable(**sizes | dict(queries=queries, keys=keys))
+    types = create_block_mask(mask, queries, keys, **sizes).second.block_types
+    if isinstance(types, jax.core.Tracer):
+        raise TypeError("draw prints values, which are not known under jax.jit: call it outside.")
+    types = np.asarray(types)
     matrices = np.array(list("./1"))[types].reshape(-1, *types.shape[2:])
     return "\n".join("   ".join(map(" ".join, line)) for line in matrices.swapaxes(0, 1))
+
+
+def _check_drawable(*, queries, keys, block, batch, heads, **_):
+    """Raises where a drawing would be too large."""
+    sizes = dict(queries=queries, keys=keys, block=block, batch=batch, heads=heads)
+    for name, size in sizes.items():
+        checks.count(name, size)
+    characters = batch * heads * -(-queries // block) * -(-keys // block)
+    if characters > LARGEST_DRAWING:
+        less = 2 ** math.ceil(math.log2(max(queries, keys) / 64))
+        raise ValueError(
+            f"draw makes a character for each block of queries and keys, {LARGEST_DRAWING} at "
+            f"most; got {characters}. Draw larger blocks: block={less}."
+        )
 
 
 def _static(name: str, x) -> int:

@@ -15,12 +15,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     """Whether each query of `row`, which must exist, sees each key: bool [B | 1, N | 1, rows,
     keys]."""
-    at = v.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None]).narrow(
-        ResolvedMask.BY_QUERY, lambda x: x[:, row]
-    )
-    start, stop = (
-        end if isinstance(end, int) else end[..., None] for end in at.interval(row[None])
-    )
+    at, (start, stop) = _intervals(v, row)
     ids = (
         (None, None) if at.query_ids is None else (at.query_ids[:, :, None], at.key_ids[:, None, :])
     )
@@ -37,22 +32,41 @@ def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     )
 
 
+def _intervals(v: ResolvedMask, row):
+    """The mask of the rows, and the keys that they may see, [start, stop): [B | 1, rows, 1]."""
+    at = v.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None]).narrow(
+        ResolvedMask.BY_QUERY, lambda x: x[:, row]
+    )
+    return at, [end if isinstance(end, int) else end[..., None] for end in at.interval(row[None])]
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
     """The types of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
+    are_intervals = v.mask_mod is None and v.lists is None and v.query_ids is None
 
     def types_of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)
-        x = (
-            visible_pairs(v, batch, heads, jnp.minimum(row, queries - 1), key)
-            & (row < queries)[None, None, :, None]
-        )
+        exists, at = (row < queries)[None, None, :, None], jnp.minimum(row, queries - 1)
+        if are_intervals:
+            x = jnp.where(exists, _seen(v, at, block_k)[:, None], 0)
+            return (x > 0).any(2).astype(jnp.int8) + (x == block_k).all(2).astype(jnp.int8)
+        x = visible_pairs(v, batch, heads, at, key) & exists
         return _of_blocks(x, block_q, block_k)[:, :, 0]
 
     types = lax.map(types_of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32))
     return jnp.moveaxis(types, 0, 2)
+
+
+def _seen(v: ResolvedMask, row, block: int) -> jax.Array:
+    """How many keys of each block the intervals of the rows hold: int32 [B | 1, rows, blocks]."""
+    _, (start, stop) = _intervals(v, row)
+    first = jnp.arange(0, v.keys, block, dtype=jnp.int32)
+    stop = jnp.minimum(jnp.minimum(stop, v.keys), first + block)
+    seen = jnp.maximum(stop - jnp.maximum(start, first), 0)
+    return jnp.broadcast_to(seen, (*(seen.shape[:-2] or (1,)), row.size, first.size))
 
 
 def from_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.key_lists import ListTable
-from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, describe, split
+from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, split
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
 
@@ -28,8 +28,8 @@ def as_mask_mod(mask: Mask, place: Place, resolve: Callable) -> MaskMod:
     """The mask as a MaskMod that counts batch rows and heads of this call from 0. `resolve` makes a
     ResolvedMask of intervals."""
     arrays, tree = jax.tree.flatten((place, _expression(mask, resolve)))
-    shapes, name = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays), describe(mask)
-    return MaskMod(_traced(tree, shapes, name), name, tuple(arrays))
+    shapes, name = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays), mask.in_words()
+    return MaskMod(_traced(tree, shapes, name), name, arrays=tuple(arrays))
 
 
 def _expression(mask: Mask, resolve: Callable):

@@ -7,12 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 from pallas_flash.checks.sizes import HEADS_FIRST
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks.mask import Mask
 from pallas_flash.masks.resolved_lists import LEAST_TABLE, ResolvedLists
 
 
+@unexpected.refused
 @pytrees.dataclass(static=("heads_letter",), repr=False)
 class KeyLists(Mask):
     """A query sees the keys that its list names, as in DeepSeek's sparse attention, NSA and MoBA.
@@ -44,8 +46,8 @@ class KeyLists(Mask):
     block: int = 1
     query_block: int = 1
     # the letter of the axis L of a call, C, K or N, and N
-    heads_letter: str = dataclasses.field(default="C", compare=False, repr=False)
-    heads: int = dataclasses.field(default=1, compare=False, repr=False)
+    heads_letter: str = dataclasses.field(default="C", compare=False, repr=False, kw_only=True)
+    heads: int = dataclasses.field(default=1, compare=False, repr=False, kw_only=True)
     is_interval = False
 
     def __post_init__(self):

@@ -23,7 +23,15 @@ def with_table(mask: ResolvedMask, heads: int, queries: int) -> ResolvedMask:
     lists, others = ListTable.of(mask.lists, heads), mask.mask_mod
     parts: list[Mask] = [lists]
     if others is not None:
-        parts.append(MaskMod(others.mod, others.mod.name, others.arrays, others.batch, others.head))
+        parts.append(
+            MaskMod(
+                others.mod,
+                others.mod.name,
+                arrays=others.arrays,
+                batch=others.batch,
+                head=others.head,
+            )
+        )
     joined, offset = functools.reduce(And, parts), 0 if others is None else others.offset
     one = as_mask_mod(joined, Place(offset, None), lambda _: None)
     bound = BoundMaskMod(one.function, one.arrays, offset, None, None)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -111,20 +112,26 @@ class Mask:
         """The resolved mask, narrowed by this mask; `rows` are resolution.QueryRows."""
         return mask.with_interval(rows.shape, *rows.interval_of(self))
 
+    def in_words(self) -> str:
+        """The mask as it was written, without the values of its arrays."""
+        if type(self).__repr__ is object.__repr__:
+            return type(self).__name__
+        return repr(pytrees.shown(self))
+
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             raise TypeError(
-                f"& joins two objects of pallas_flash.masks; got {type(other).__name__}. Pass an "
-                "array alone as mask=: is_causal, local_window_size, lengths and segment ids may "
-                "stand beside it."
+                f"& joins two objects of pallas_flash.masks; got {checks.description(other)}. Pass "
+                "an array alone as mask=; is_causal, local_window_size, lengths and segment ids "
+                "may stand beside it."
             )
         return And(self, other)
 
     def __or__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             raise TypeError(
-                f"| joins two objects of pallas_flash.masks; got {type(other).__name__}. An array "
-                "x becomes one as "
+                f"| joins two objects of pallas_flash.masks; got {checks.description(other)}. An "
+                "array x becomes one as "
                 "masks.MaskMod(lambda b, h, q_idx, kv_idx: jnp.asarray(x)[q_idx, kv_idx])."
             )
         a, b = without_block_types(self), without_block_types(other)
@@ -204,6 +211,7 @@ class Not(Joined):
         return f"~({self.mask!r})"
 
 
+@unexpected.refused
 @pytrees.dataclass(static=("function", "name"), repr=False)
 class MaskMod(Mask):
     """Any function mask_mod(b, h, q_idx, kv_idx) that jax can trace: given four int32 scalars, it
@@ -231,6 +239,7 @@ class MaskMod(Mask):
 
     function: Any  # as given, then a TracedMod
     name: str | None = dataclasses.field(default=None, compare=False)
+    _: dataclasses.KW_ONLY
     arrays: tuple | None = None  # those that it closes over
     batch: Any = None  # indices of the batch rows and heads, None: all
     head: Any = None
@@ -238,6 +247,8 @@ class MaskMod(Mask):
     is_interval = False
 
     def __post_init__(self):
+        if not isinstance(self.name, str | None):
+            raise TypeError(f"MaskMod.name must be a text; got {checks.description(self.name)}.")
         if not isinstance(self.function, TracedMod):
             function, arrays = trace_mask_mod(self.function, self.name)
             object.__setattr__(self, "function", function)
@@ -330,21 +341,6 @@ def _without_values(x):
     return (x.shape, x.dtype) if isinstance(x, np.ndarray | jax.Array) else x
 
 
-class _Shown:
-    """Prints as the type of an array."""
-
-    def __init__(self, x):
-        self.text = f"{x.dtype}{list(x.shape)}"
-
-    def __repr__(self):
-        return self.text
-
-
-def describe(mask: Mask) -> str:
-    """The mask in words, without the values of its arrays."""
-    return repr(jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, mask))
-
-
 def without_block_types(mask: Mask) -> Mask:
     """The mask without its BlockTypes."""
     return functools.reduce(
@@ -378,7 +374,7 @@ def _leaves(mask: Mask | None, of: type) -> list[Mask]:
     if not isinstance(mask, Mask):
         raise TypeError(
             "mask must be an object of pallas_flash.masks, as masks.Causal(); got "
-            f"{type(mask).__name__}.{checks.MASK_HINT * callable(mask)}"
+            f"{checks.description(mask)}.{checks.MASK_HINT * callable(mask)}"
         )
     if not isinstance(mask, of):
         return [mask]

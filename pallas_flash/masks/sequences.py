@@ -8,14 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_flash import checks
+from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks.mask import Mask
 
 
+@unexpected.refused
 @pytrees.dataclass
 class Documents(Mask):
     """Packed documents: a query sees the keys with its id. query_ids is int32 [B, T], key_ids int32
-    [B, S].
+    [B, S]; default: query_ids, if T == S. A 1 in place of B is all batch rows.
 
     Examples:
       >>> from pallas_flash import masks
@@ -30,9 +32,23 @@ class Documents(Mask):
     """
 
     query_ids: Any
-    key_ids: Any
+    key_ids: Any = None
     ARRAYS = {"query_ids": "BT", "key_ids": "BS"}
     has_ids = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.key_ids is None:
+            object.__setattr__(self, "key_ids", self.query_ids)
+
+    def canonical(self, tokens=None):
+        T, S = tokens or (None, None)
+        if self.key_ids is self.query_ids and T != S:
+            raise ValueError(
+                f"Documents(ids) alone is enough only where T == S; got T = {T}, S = {S}. Pass "
+                "key_ids too."
+            )
+        return super().canonical(tokens)
 
     def _arrays(self):
         ids = checks.ids({f"Documents.{name}": getattr(self, name) for name in self.ARRAYS})
@@ -58,14 +74,16 @@ class Documents(Mask):
         return jax.vmap(_runs_of_row)(self.query_ids, self.key_ids)
 
 
+@unexpected.refused
 @pytrees.dataclass
 class Varlen(Mask):
     """Packed sequences of any lengths. Sequence i has the queries and keys from cu_seqlens[i] up
     to, not including, cu_seqlens[i + 1], which see each other alone. Queries and keys behind the
     last sequence are padding.
 
-    cu_seqlens_q is int32 [B, sequences + 1], or [sequences + 1] for one row, ascending from 0 to
-    the tokens at most; a call with others raises, unless they are traced. Give cu_seqlens_k as well
+    cu_seqlens_q is int32 [B, sequences + 1], [1, sequences + 1] for the same in all batch rows, or
+    [sequences + 1] for one row, ascending from 0 to the tokens at most; a call with others raises,
+    unless they are traced. Give cu_seqlens_k as well
     where the keys have other lengths than the queries: the last query of a sequence is then at the
     position of its last key, and is_causal, windows and the q_idx of rules and scores count from
     there.
@@ -94,6 +112,12 @@ class Varlen(Mask):
     def __post_init__(self):
         super().__post_init__()
         ends = self.cu_seqlens_q, self.cu_seqlens_k
+        for name, x in zip(self.ARRAYS, ends, strict=True):
+            if checks.is_int(x):
+                raise ValueError(
+                    f"Varlen.{name} must be int32 [B, sequences + 1] or [sequences + 1], the ends "
+                    f"of sequences, as [0, {x}] for one; got {checks.description(x)}."
+                )
         # compares no array of a device: it would wait for it
         are_known = all(isinstance(x, np.ndarray | list | tuple) for x in ends)
         if ends[0] is ends[1] or (are_known and np.array_equal(*ends)):
@@ -111,6 +135,7 @@ class Varlen(Mask):
     def _key_ends(self):
         return self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k
 
+    @unexpected.refused
     def key_value_segment_ids(self, length: int) -> jax.Array:
         """The index of each key's sequence, int32 [B, length], or [length] for ends [sequences +
         1]. Keys behind the last sequence count as one more.
@@ -118,6 +143,8 @@ class Varlen(Mask):
         A rule or a score_mod looks up the sequence of a pair by kv_idx: a query sees keys of its
         own sequence alone.
         """
+        if not jax.export.is_symbolic_dim(length):
+            checks.count("length", length, least=0)
         ends, key = jnp.asarray(self._key_ends), jnp.arange(length, dtype=jnp.int32)
         of_row = lambda ends: _search(ends[1:-1], key, "right")
         ids = jax.vmap(of_row)(ends.reshape(-1, ends.shape[-1]))

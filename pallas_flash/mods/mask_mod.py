@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_flash import checks
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods.bound import BoundMod
@@ -18,7 +19,7 @@ def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedM
     if not callable(mask_mod):
         raise TypeError(
             "masks.MaskMod takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got "
-            f"{type(mask_mod).__name__}."
+            f"{checks.description(mask_mod)}."
         )
     jaxpr, arrays, out = trace_function(
         "mask_mod(b, h, q_idx, kv_idx)", mask_mod, INDEX, INDEX, INDEX, INDEX

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash import checks
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods import traced
@@ -140,7 +141,7 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
     if not callable(score_mod):
         raise TypeError(
             f"score_mod must be a function {SIGNATURE} that returns the new score; got "
-            f"{type(score_mod).__name__}."
+            f"{checks.description(score_mod)}."
         )
     scalar = jax.ShapeDtypeStruct((), dtype)
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)

@@ -293,11 +293,7 @@ def arrays(call: Call):
         named["value"] = checks.array("value", call.value)
     value = named.get("value")
     for name, x in named.items():
-        if str(x.dtype) not in DTYPES:
-            raise TypeError(
-                f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}; got {x.dtype}. Cast it "
-                f"with {name}.astype(...)."
-            )
+        checks.one_of(DTYPES, name, x.dtype)
         if x.dtype != query.dtype:
             raise TypeError(
                 f"query, key and value must have one dtype; got query {query.dtype} and {name} "
@@ -328,7 +324,12 @@ def arrays(call: Call):
         raise ValueError(
             f"value must be {show(S, K, 'Hv')} to match key {key.shape}; got {value.shape}."
         )
-    if K == 0 or N % K:
+    if 0 in (N, K):
+        raise ValueError(
+            f"query must be {show('T', 'N', H)} and key {show('S', 'K', H)} with N and K from 1 "
+            f"on; got {query.shape} and {key.shape}."
+        )
+    if N % K:
         raise ValueError(
             "the number of query heads must be a multiple of the number of key/value heads; "
             f"got N = {N}, K = {K}."
@@ -394,5 +395,5 @@ def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
             continue
         if letters == "B" and isinstance(x, int):
             x = jnp.full(sizes.lead, checks.ints(name, x))
-        arrays[field] = sizes.ints(name, x, letters)
+        arrays[field] = sizes.ints(name, sizes.of_all_rows(x, letters), letters)
     return dataclasses.replace(part, **arrays) if arrays else part

@@ -31,12 +31,13 @@ class _InLines(inspect.Signature):
             if x.kind == x.KEYWORD_ONLY and not is_named:
                 lines, is_named = [*lines, "*"], True
             annotation = "" if x.annotation is x.empty else f": {x.annotation}"
+            stars = "**" * (x.kind == x.VAR_KEYWORD)
             lines.append(
-                f"{x.name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}")
+                f"{stars}{x.name}{annotation}"
+                + ("" if x.default is x.empty else f" = {x.default!r}")
             )
-        return (
-            "(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {self.return_annotation}"
-        )
+        returns = "" if self.return_annotation is self.empty else f" -> {self.return_annotation}"
+        return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){returns}"
 
     def format(self, **_):  # what help() calls from Python 3.13 on
         return str(self)

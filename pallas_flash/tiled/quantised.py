@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_flash import checks
 from pallas_flash.problem import arguments
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
@@ -48,14 +49,20 @@ def from_bits(x, dtype):
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
+def cache_dtype(dtype):
+    """The dtype of a cache, as numpy's. Raises TypeError for one that a cache cannot have."""
+    try:
+        known = None if dtype is None else jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        known = None
+    if known is not None and (is_quantised(known) or str(known) in arguments.DTYPES):
+        return known
+    got = known if isinstance(dtype, type | jnp.dtype) else checks.description(dtype)
+    raise TypeError(f"a cache's dtype must be {', '.join(arguments.DTYPES)}, {DTYPES}; got {got}.")
+
+
 def empty_scales(shape, dtype) -> Array | None:
-    """The scales of keys or values [..., H] in an empty cache; None where the dtype needs none.
-    Raises TypeError for a dtype that a cache cannot have."""
-    if not (is_quantised(dtype) or str(jnp.dtype(dtype)) in arguments.DTYPES):
-        raise TypeError(
-            f"a cache's dtype must be {', '.join(arguments.DTYPES)}, {DTYPES}; got "
-            f"{jnp.dtype(dtype)}."
-        )
+    """The scales of keys or values [..., H] in an empty cache; None where the dtype needs none."""
     return jnp.zeros(shape[:-1], jnp.float32) if is_quantised(dtype) else None
 
 
@@ -94,6 +101,7 @@ def check(dtype, k_pages, v_pages, k_scales, v_scales):
                 f"have their scales, k_scales; got v_scales {v_scales.shape}."
             )
         v_pages = k_pages
+    checks.one_of(arguments.DTYPES, "query", dtype)
     dtypes = k_pages.dtype, v_pages.dtype
     if dtypes[0] != dtypes[1] and len({is_quantised(dtype) for dtype in dtypes}) == 1:
         raise TypeError(
