@@ -123,6 +123,7 @@ LAYER: Hints = {
     "n_kv_heads": "num_kv_heads",
     "normalize_qk": "qk_norm",
     "num_key_value_heads": "num_kv_heads",
+    "query_pre_attn_scalar": "scale? It is query_pre_attn_scalar**-0.5.",
     "qkv_features": "head_size? It is qkv_features / num_heads.",
     "rope_scaling": "rope? It is a function of x and positions.",
     "rope_theta": "rope_base",
@@ -131,7 +132,7 @@ LAYER: Hints = {
 }
 _OF_LAYER = (
     "context deterministic_gradients dropout_rate dtype implementation is_causal local_window_size "
-    "logits_soft_cap qk_norm rope rope_base score_mod sinks"
+    "logits_soft_cap qk_norm rope rope_base scale score_mod sinks"
 ).split()
 LAYER_CALL: Hints = {
     "attention_mask": "mask? Padding is bool [B, 1, 1, T], or pass lengths.",
