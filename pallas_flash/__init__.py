@@ -1,4 +1,7 @@
-"""FlashAttention in Pallas: exact attention in O(T) memory, for JAX."""
+"""FlashAttention in Pallas: exact attention in O(T) memory, for JAX.
+
+help(pallas_flash.flash_attention) is where to begin.
+"""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,5 +1,7 @@
 """`listed_weights`: the softmax weights of the keys that lists name, which an indexer learns."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import functools
 from typing import Any, Unpack
 
@@ -17,6 +19,7 @@ from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.call import ListedWeightsCall
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import weights as list_weights
@@ -90,6 +93,9 @@ def listed_weights(
     if weights.shape[-2] == indices.shape[-2]:
         return weights
     return jnp.sum(weights, -2, keepdims=True)  # each device had some of the heads of one list
+
+
+in_lines(listed_weights)
 
 
 def _indices(lists) -> Any:

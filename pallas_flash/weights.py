@@ -1,5 +1,7 @@
 """`attention_weights`: the softmax of chosen queries, to look at."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Unpack
@@ -17,6 +19,7 @@ from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands
 from pallas_flash.problem.call import Call, WeightsCall
+from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import reference
 
 
@@ -67,6 +70,9 @@ def attention_weights(
     rows = _rows(rows, jnp.shape(call.query))
     weights, *_ = dispatch.map_over_mesh(_attend, WeightsCall(**call.arguments(), rows=rows))
     return jnp.moveaxis(weights, -2, -3)
+
+
+in_lines(attention_weights)
 
 
 def _refuse_value(call: Call):

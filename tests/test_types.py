@@ -12,10 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import Options, flash_attention, paged_attention
+from pallas_flash import (
+    Options,
+    attention_weights,
+    flash_attention,
+    listed_weights,
+    paged_attention,
+)
 from pallas_flash.caches import paged
 from pallas_flash.choose import implementations
-from pallas_flash.flax import attention_fn
+from pallas_flash.flax import FlashAttention, attention_fn
 from pallas_flash.problem import signatures
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -123,13 +129,19 @@ def test_an_editor_finds_every_keyword_in_the_first_overload_and_the_others_take
         } | dict(options=str(typing.Unpack[options]))
 
 
-@pytest.mark.parametrize("function", [flash_attention, paged_attention, attention_fn])
+OF_LAYER = FlashAttention.__init__, FlashAttention.__call__
+OF_WEIGHTS = attention_weights, listed_weights
+
+
+@pytest.mark.parametrize(
+    "function", [flash_attention, paged_attention, attention_fn, *OF_WEIGHTS, *OF_LAYER]
+)
 def test_help_shows_a_short_line_for_each_argument_and_what_it_shows_is_python(function):
     shown = str(inspect.signature(function))
     assert shown in pydoc.plain(pydoc.render_doc(function))
     lines = [line.strip() for line in shown.splitlines()[1:-1]]
     assert max(map(len, shown.splitlines())) <= 110
-    names = [re.match(r"\w*", line).group() for line in lines if line != "*,"]
+    names = [re.match(r"\**(\w*)", line)[1] for line in lines if line != "*,"]
     assert names == list(inspect.signature(function).parameters)
     ast.parse(f"def f{re.sub('<.*>', '...', shown)}: ...")
 

@@ -1,5 +1,7 @@
 """`FlashAttention`, a layer with RoPE, grouped heads and a KV cache."""
 
+from __future__ import annotations  # help() shows annotations as they stand here
+
 import contextlib
 import functools
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from pallas_flash.flax import rotary, validation
 from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.masks import Mask
-from pallas_flash.problem.signatures import Implementation, ScoreMod
+from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 Rngs = nnx.Rngs | nnx.RngStream | Array | None
@@ -337,6 +339,10 @@ class FlashAttention(nnx.Module):
         # only a call shows whether an implementation can run it
         with contextlib.suppress(NotImplementedError):
             explain(query, key, key, **options)
+
+
+in_lines(FlashAttention.__init__)
+in_lines(FlashAttention.__call__)
 
 
 def _value(x):

@@ -30,13 +30,14 @@ class _InLines(inspect.Signature):
         for x in self.parameters.values():
             if x.kind == x.KEYWORD_ONLY and not is_named:
                 lines, is_named = [*lines, "*"], True
+            name = f"**{x.name}" if x.kind == x.VAR_KEYWORD else x.name
             annotation = "" if x.annotation is x.empty else f": {x.annotation}"
             lines.append(
-                f"{x.name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}")
+                f"{name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}")
             )
-        return (
-            "(\n" + "".join(f"    {line},\n" for line in lines) + f") -> {self.return_annotation}"
-        )
+        returned = self.return_annotation
+        arrow = "" if returned is self.empty else f" -> {returned}"
+        return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){arrow}"
 
     def format(self, **_):  # what help() calls from Python 3.13 on
         return str(self)
