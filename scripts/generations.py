@@ -4,7 +4,7 @@ Counts the generations of attention, from standard attention to FlashAttention-4
 FlashAttention's paper (GPT-2 medium, forward and backward): FLOPs, exponentials, bytes, memory, and
 the time of these at a GPU's peak rates. Prints a table and draws it. Nothing is measured: to time
 the same implementations, run scripts/benchmark.py with --implementations. The kernels in Mosaic GPU
-need jax 0.11.2.
+need jax 0.11.2: with another they are left out.
 """
 
 import argparse
@@ -70,6 +70,7 @@ class Attention(NamedTuple):
         return 4 * self.heads * self.T
 
     def tiles(self, implementation: str, gpu: str = SECOND) -> Any:
+        """Raises NotImplementedError where this jax lacks the kernels."""
         q = jax.ShapeDtypeStruct((self.B, self.T, self.N, self.H), "float16")
         call = dict(is_causal=self.causal, deterministic=True, implementation=implementation)
         with as_if_on(GPUS[gpu]):
@@ -273,12 +274,24 @@ def kernels(name: str, p: Attention) -> dict[str, Cost]:
     }
 
 
+def left_out(p: Attention) -> dict[str, str]:
+    """The generations that this jax has no kernels for, and why."""
+    found = {}
+    for name, generation in GENERATIONS.items():
+        try:
+            p.tiles(generation.implementation, counted_for(generation))
+        except NotImplementedError as error:
+            found[name] = str(error)
+    return found
+
+
 # ---- the table ----
 
 
-def table(p: Attention) -> list[tuple[str, ...]]:
+def table(p: Attention, names: list[str]) -> list[tuple[str, ...]]:
     rows = []
-    for name, generation in GENERATIONS.items():
+    for name in names:
+        generation = GENERATIONS[name]
         costs = kernels(name, p)
         cost = total(costs)
         time = lambda gpu, costs=costs: f"{GPUS[gpu].roofline(costs, 'float16') * 1e3:.2f}"
@@ -305,7 +318,7 @@ UNITS = dict(memory="#b5524b", products="#3b76af", exponentials="#5aa469")
 LENGTHS = [128, 256, 512, 1024, 2048, 4096]
 
 
-def draw(p: Attention) -> Figure:
+def draw(p: Attention, names: list[str]) -> Figure:
     figure = Figure(figsize=(12, 4.2))
     # no layout engine: the same anywhere
     left, middle, right = figure.subplots(
@@ -316,10 +329,10 @@ def draw(p: Attention) -> Figure:
         f"{p.H}, {p.T} queries and keys, 16 bits",
         fontsize=11,
     )
-    costs = {name: total(kernels(name, p)) for name in GENERATIONS}
+    costs = {name: total(kernels(name, p)) for name in names}
     draw_bytes(left, {name: cost.bytes / 1e9 for name, cost in costs.items()})
     draw_units(middle, costs)
-    draw_memory(right, p)
+    draw_memory(right, p, names)
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     for axes in (middle, left):
@@ -353,9 +366,10 @@ def draw_units(axes, costs: dict[str, Cost]):
             axes.text(2.8, number, f"of a {gpu}", va="center", fontsize=8)
 
 
-def draw_memory(axes, p: Attention):
-    for name, generation in GENERATIONS.items():
+def draw_memory(axes, p: Attention, names: list[str]):
+    for name in names:
         if "online" not in name:
+            generation = GENERATIONS[name]
             sizes = [generation.memory(p._replace(B=1, T=length)) / 1e6 for length in LENGTHS]
             axes.plot(
                 LENGTHS, sizes, marker="o", markersize=3.5, color=generation.color, label=name
@@ -375,19 +389,19 @@ def draw_memory(axes, p: Attention):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
-    shown = FIGURE.relative_to(ROOT)
-    add = parser.add_argument
-    add("--out", type=pathlib.Path, metavar="FILE", default=FIGURE, help=f"the picture ({shown})")
+    shown = f"the picture ({FIGURE.relative_to(ROOT)}; {FIGURE.name} if generations are left out)"
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE", help=shown)
     args, p = parser.parse_args(argv), GPT2_MEDIUM
-    try:
-        rows = table(p)
-    except NotImplementedError as error:  # without Mosaic's kernels
-        raise SystemExit(f"generations.py: error: {error}") from None
-    print_table(HEADER, [*PRINTED, *rows])
+    missing = left_out(p)
+    names = [name for name in GENERATIONS if name not in missing]
+    print_table(HEADER, [*PRINTED, *table(p, names)])
     products = [2 * products * p.scores * p.H / 1e9 for products in (6, 7)]
     print(f"\n{NOTE.format(*(f'{flops:.0f}' for flops in products))}\n")
+    for name, why in missing.items():
+        print(f"Left out: {name}. {why}\n")
+    path = args.out or (pathlib.Path(FIGURE.name) if missing else FIGURE)
     with matplotlib.rc_context({"font.size": 9.5, "svg.hashsalt": "generations"}):
-        write(draw(p), args.out, metadata=dict(Date=None, Creator=None))
+        write(draw(p, names), path, metadata=dict(Date=None, Creator=None))
 
 
 if __name__ == "__main__":

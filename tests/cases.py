@@ -74,7 +74,7 @@ def _offset(rng, z):
 
 
 # What a query sees: (rng, sizes) -> arguments. `prefix` stands for masks.PrefixLM, `varlen` for
-# masks.Varlen: `arguments`.
+# masks.Varlen, `window` for masks.Window: `arguments`.
 MASKS = {
     "full": lambda rng, z: {},
     "causal": lambda rng, z: dict(is_causal=True),
@@ -91,6 +91,11 @@ MASKS = {
         local_window_size=(2**31 - 1, 5),
         is_causal=True,
         query_offset=np.array([2**31 - 1, -(2**31)], np.int32)[: z.B],
+    ),
+    "window_of_arrays_causal": lambda rng, z: dict(
+        window=(np.array([9, 2], np.int32)[: z.B], np.array(4, np.int32)),
+        is_causal=True,
+        **_offset(rng, z),
     ),
     "key_lengths": lambda rng, z: dict(
         key_value_seq_lengths=np.array([z.S, z.S // 3], np.int32)[: z.B]
@@ -216,6 +221,10 @@ LISTS = np.array([[[0, 3, -1], [1, 1, 0], [9, 4, 2], [3, -7, 3], [5, 5, 5]], [[4
 KINDS = {
     "Causal": (masks.Causal(), lambda b, h, q, k: k <= q),
     "Window": (masks.Window(2, 3), lambda b, h, q, k: (q - k <= 2) & (k - q <= 3)),
+    "Window of arrays": (
+        masks.Window(LENGTHS, np.array(3)),
+        lambda b, h, q, k: (q - k <= LENGTHS[b]) & (k - q <= 3),
+    ),
     "Chunked": (masks.Chunked(7), lambda b, h, q, k: q // 7 == k // 7),
     "KeyLengths": (masks.KeyLengths(LENGTHS), lambda b, h, q, k: k < LENGTHS[b]),
     "KeyStarts": (masks.KeyStarts(LENGTHS), lambda b, h, q, k: k >= LENGTHS[b]),
@@ -290,6 +299,7 @@ def arguments(kw):
         lists=lambda lists: masks.KeyLists(*lists),
         prefix=masks.PrefixLM,
         varlen=lambda ends: masks.Varlen(*ends),
+        window=lambda sides: masks.Window(*sides),
         rule=masks.MaskMod,
         drawn=lambda drawn: drawn.mask,
     )

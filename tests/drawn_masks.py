@@ -83,9 +83,10 @@ def alone(z) -> dict[str, st.SearchStrategy]:
 
     return dict(
         causal=st.just(Drawn(masks.Causal(), lambda b, h, i, p, j: j <= p)),
-        window=st.tuples(number, number).map(
+        window=st.tuples(number, number, st.sampled_from([int, np.array])).map(
             lambda w: Drawn(
-                masks.Window(*w), lambda b, h, i, p, j: (j >= p - w[0]) & (j <= p + w[1])
+                masks.Window(w[2](w[0]), w[1]),
+                lambda b, h, i, p, j: (j >= p - w[0]) & (j <= p + w[1]),
             )
         ),
         chunked=number.map(

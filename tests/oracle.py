@@ -21,6 +21,9 @@ def visible(B, N, T, S, kw):
     if (window := kw.get("local_window_size")) is not None:
         left, right = (window, window) if isinstance(window, int) else window
         seen &= (j >= position - left) & (j <= position + right)
+    if (window := kw.get("window")) is not None:  # masks.Window, of arrays
+        left, right = map(by_batch, window)
+        seen &= (j >= position - left) & (j <= position + right)
     if (lengths := kw.get("query_seq_lengths")) is not None:
         seen &= i < by_batch(lengths)
     if (lengths := kw.get("key_value_seq_lengths")) is not None:

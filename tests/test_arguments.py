@@ -477,8 +477,8 @@ def test_a_mistake_is_found_before_anything_is_computed():
 def test_a_bad_window_object_says_what_a_window_is():
     with pytest.raises(
         ValueError,
-        match=r"a window is \(left, right\), each an int from 0 to 2147483647 or None; got \(-1, "
-        r"None\)",
+        match=r"a window is \(left, right\), each an int from 0 to 2147483647, an array of such "
+        r"ints or None; got \(-1, None\)",
     ):
         masks.Window(-1, None)
 

@@ -18,7 +18,7 @@ from pallas_flash import masks, paged_cache, scores
 from pallas_flash.flax import FlashAttention
 
 B, LENGTH, SIZE, STEP = 2, 150, 12, 10
-SLOPES = 0.5, 0.25, 0.125, 0.0625
+SLOPES, SCALES = (0.5, 0.25, 0.125, 0.0625), (0.3, 0.9, 0.5, 1.5)
 
 
 def layer(**kw):
@@ -50,14 +50,14 @@ def in_pages(model, length, dtype=None):
 # the layer's options, and a cache for up to so many tokens
 KINDS = {
     "in one piece": (
-        dict(sinks=True),
+        dict(sinks=True, scale=0.7),
         lambda model, length, dtype=None: model.init_cache(B, length, dtype),
     ),
     "rolling": (
-        dict(local_window_size=7, sinks=True),
+        dict(local_window_size=7, sinks=True, scale=np.array(0.7)),
         lambda model, _, dtype=None: model.init_rolling_cache(B, STEP, dtype),
     ),
-    "in pages": (dict(score_mod=scores.Alibi(SLOPES)), in_pages),
+    "in pages": (dict(score_mod=scores.Alibi(SLOPES), scale=np.array(SCALES)), in_pages),
 }
 
 
@@ -187,7 +187,9 @@ def test_on_a_mesh_with_explicit_axes_a_cache_stays_where_it_lies(kind, rng):
     graph, params = nnx.split(model)
     mesh = make_mesh(data=2, model=2)
     place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-    heads = dict(sinks=P("model"), out=P("model"))  # which axis of each parameter they are
+    heads = dict(
+        sinks=P("model"), out=P("model"), scale=P()
+    )  # which axis of each parameter they are
     by_head = lambda path, w: place(w, *heads.get(path[0].key, P(None, "model")))
     rows = None if kind == "in pages" else "data"
     places = dict.fromkeys(

@@ -41,7 +41,7 @@ def plain_rope(x, positions, base):
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None):
+def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None, scale=None):
     """The layer's equations on its parameters, dense; visible is bool, broadcastable to [B, T,
     T]."""
     project = lambda name: (
@@ -57,7 +57,8 @@ def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None):
             plain_rope(k, np.arange(x.shape[1]), rope_base),
         )
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
-    s = jnp.einsum("btnh,bsnh->bnts", q, k) / q.shape[-1] ** 0.5
+    scale = jnp.reshape(q.shape[-1] ** -0.5 if scale is None else scale, (-1, 1, 1))
+    s = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
     s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
     weights = jax.nn.softmax(jnp.where(visible[:, None], s, -jnp.inf))
     return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"]) + p["out"].get(
@@ -65,6 +66,7 @@ def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None):
     )
 
 
+SCALES = np.array([0.5, 0.1, 1.5, 0.9])
 LAYERS = {
     "the defaults": (dict(), dict(), CAUSAL),
     "grouped heads, QK norm, biases": (
@@ -82,10 +84,15 @@ LAYERS = {
         dict(rope_base=None),
         CAUSAL | True,
     ),
-    "window, soft cap": (
-        dict(local_window_size=2, logits_soft_cap=0.7),
-        dict(soft_cap=0.7),
+    "window, soft cap, a scale": (
+        dict(local_window_size=2, logits_soft_cap=0.7, scale=24**-0.5),
+        dict(soft_cap=0.7, scale=24**-0.5),
         WINDOW,
+    ),
+    "QK norm, a scale for each head": (
+        dict(num_kv_heads=2, qk_norm=True, scale=SCALES),
+        dict(scale=SCALES),
+        CAUSAL,
     ),
     "a function in place of a base": (
         dict(rope=lambda x, positions: rope(x, positions, 50.0)),
@@ -113,12 +120,15 @@ def test_the_layer_is_its_equations(case):
 
 def test_the_gradients_of_the_layer_are_those_of_its_equations():
     layer = layer_of(
-        num_kv_heads=2, qk_norm=True, use_bias=True, local_window_size=2, rope_base=50.0
+        num_kv_heads=2,
+        qk_norm=True,
+        use_bias=True,
+        local_window_size=2,
+        rope_base=50.0,
+        scale=nnx.Param(jnp.asarray(SCALES)),
     )
-    args, plain = (
-        (pure(layer), normal(1, B, T, D)),
-        functools.partial(plain_layer, visible=WINDOW, rope_base=50.0),
-    )
+    args = pure(layer), normal(1, B, T, D)
+    plain = lambda p, x: plain_layer(p, x, WINDOW, rope_base=50.0, scale=p["scale"])
     assert_close(value_and_grads(apply(layer), *args), value_and_grads(plain, *args))
 
 

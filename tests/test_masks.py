@@ -42,6 +42,12 @@ WIDE = {  # far away, or wider than int32
     "far windows by batch": lambda: dict(
         local_window_size=(END, END - 7), query_offset=np.array([END, -END], np.int32)
     ),
+    "far windows of arrays": lambda: dict(
+        window=(np.array([END - 9, 3]), END + np.zeros((), int)), query_offset=[END, -END - 1]
+    ),
+    "windows of arrays, far away": lambda: dict(
+        window=np.array([[2**30, END], [END, 5]]), query_offset=np.array([END, -END])
+    ),
     "prefix": lambda: dict(prefix=np.array([3, -END]), query_offset=np.array([END, -END])),
     "lengths": lambda: dict(
         key_value_seq_lengths=np.array([-END, END]),

@@ -107,6 +107,26 @@ ELSEWHERE = {
         r"shape must be \(\*B, N, T, S\), .* got \(5.0, 7\)",
     ),
     "a window of one side": (lambda: masks.Window(4), TypeError, "argument: 'right'"),
+    "a window back": (
+        lambda: flash_attention(q, q, q, mask=masks.Window(jnp.array(-1), 0)),
+        ValueError,
+        "Window.left must be 0 or more; got -1",
+    ),
+    "a window of half a token": (
+        lambda: masks.Window(0, np.array(0.5)),
+        TypeError,
+        "Window.right must be integers; got float64",
+    ),
+    "a window for each head": (
+        lambda: flash_attention(q, q, q, mask=masks.Window(np.arange(7), None)),
+        ValueError,
+        r"Window.left must be int32 \[B\] = .*; got \(7,\)",
+    ),
+    "an array as local_window_size": (
+        lambda: flash_attention(q, q, q, local_window_size=(jnp.array(3), 0)),
+        ValueError,
+        r"must be a static int .* Arrays are for mask=masks.Window\(left, right\)",
+    ),
     "a chunk of half a token": (
         lambda: masks.Chunked(0.5),
         ValueError,

@@ -48,6 +48,18 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(name):
         exec(compile(code, name, "exec"), namespace)
 
 
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_what_its_code_needs_beside_the_package(name):
+    page = (ROOT / name).read_text()
+    code = "".join(re.findall(r"```py(?:thon)?\n(.*?)```", page, re.S))
+    imported = {*re.findall(r"^ *(?:import|from) (\w+)", code, re.M)}
+    brought = {"jax", "jaxtyping", "numpy", "pallas_flash"}
+    for module in imported - brought - {*sys.stdlib_module_names}:
+        in_flax = module in ("flax", "orbax")
+        said = r"extra `flax`|'\.\[flax" if in_flax else rf"(pip install .*|# for \S*){module}"
+        assert re.search(said, page), module
+
+
 PUT_OURS = """
 import jax.numpy as jnp
 
@@ -97,8 +109,12 @@ def test_the_speeds_that_readme_shows_are_those_of_results_the_default_first():
         for timed in TIMED.values():
             one = next(x for x in timed if f"{x.case}, {x.T}" == name)
             ratios = (one.peers.get(peer) for peer in ("cuDNN", "fa3"))
-            expected += [f"{one.tflops:.0f}", *((x and results.as_text(x)) or "" for x in ratios)]
+            ratios = ", ".join("–" if x is None else results.as_text(x) for x in ratios)
+            expected.append(f"{one.tflops:.0f} ({ratios})")
         assert cells == expected, name
+    packed = next(cells for name, *cells in rows if "16 documents" in name)
+    times = re.search(r"backward, 16 packed documents take cuDNN \[([\d.]+) times", README)[1]
+    assert f"({times}, " in packed[1]
     backward = of_fa3(results.BACKWARD)
     assert f"FlashAttention-3, which takes {backward} of the default's time from T = 1024" in README
     faq = " ".join((ROOT / "docs/faq.md").read_text().split())

@@ -134,9 +134,18 @@ def means(x, size):
     return x.reshape(x.shape[0], -1, size, *x.shape[2:]).mean(2)
 
 
+def local_and_global(x, weights, window=4, every=2):
+    for layer, (w_q, w_k, w_v, w_o) in enumerate(weights):
+        q, k, v = (np.einsum("btd,dnh->btnh", x, w) for w in (w_q, w_k, w_v))
+        o = within(window if (layer + 1) % every else T)(q, k, v)
+        x = x + np.einsum("btnh,dnh->btd", o, w_o)
+    return x
+
+
 def moba(q, k, v, size=2, top=3):
-    gate = np.einsum("btnh,bjnh->btnj", q, means(k, size)).real
-    own, block = (np.arange(T) // size)[:, None, None], np.arange(S // size)
+    blocks = np.pad(k, ((0, 0), (0, -T % size), (0, 0), (0, 0)))
+    gate = np.einsum("btnh,bjnh->btnj", q, means(blocks, size)).real
+    own, block = (np.arange(T) // size)[:, None, None], np.arange(gate.shape[3])
     chosen = largest(np.where(block > own, -np.inf, gate), top, forced=block == own)
     return attention(q, k, v, listed(chosen, size) & (j <= i))
 
@@ -264,6 +273,12 @@ CASES = [
     Case("gemma_3", QKV, within(5, scale=1 / 16), dict(layer=4, window=5)),
     Case("gemma_3", QKV, causal(scale=1 / 16), dict(layer=5, window=5)),
     Case(
+        "local_and_global",
+        dict(x=(B, T, 3), weights=(2, 4, 3, N, H)),
+        local_and_global,
+        dict(window=4, every=2),
+    ),
+    Case(
         "mla",
         dict(q=(B, T, N, 7), latent=(B, S, 6), k_rope=(B, S, 1, 2), w_k=(6, N, 5), w_v=(6, N, 5)),
         mla,
@@ -301,6 +316,8 @@ CASES = [
     Case("block_causal", QKV, functools.partial(attention, seen=j // 5 <= i // 5), dict(size=5)),
     Case("block_diffusion", QKV, block_diffusion, dict(tokens=6, size=2)),
     Case("moba", dict(q=Q, k=Q, v=Q), moba, dict(size=2, top=3)),
+    Case("moba", dict(q=Q, k=Q, v=Q), functools.partial(moba, size=5), dict(size=5, top=3)),
+    Case("moba", dict(q=Q, k=Q, v=Q), functools.partial(moba, size=40), dict(size=40, top=3)),
     Case(
         "nsa",
         QKV | dict(k_c=(B, S // 2, K, H), v_c=(B, S // 2, K, H), gates=(3, B, T, N, 1)),

@@ -182,8 +182,9 @@ class Pairs(masks.Mask):
 
 def test_masks_of_every_kind_go_along(rng):
     q, k, v = qkv(rng, SMALL)
+    window = masks.Window(np.array(2), None)
     attend = lambda *x, prefix: flash_attention(
-        *x, mask=Pairs() & masks.PrefixLM(prefix), implementation="reference"
+        *x, mask=Pairs() & masks.PrefixLM(prefix) & window, implementation="reference"
     )
     prefix = np.array([1, 3, 0, 7], np.int32)
     spread = place(P("data"), q, k, v)

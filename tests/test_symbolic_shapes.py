@@ -53,7 +53,7 @@ def test_a_program_with_symbols_for_batch_and_length_serves_all_sizes(implementa
 
 @pytest.mark.parametrize("implementation", ["reference", "blockwise"])
 def test_a_program_with_symbols_needs_no_mask(implementation, rng):
-    every = None, masks.Window(3, None), masks.MaskMod(lambda b, h, q, k: k % 3 > 0)
+    every = None, masks.Window(np.array(3), 4), masks.MaskMod(lambda b, h, q, k: k % 3 > 0)
     f = lambda *x: sum(jnp.sin(attend(implementation, mask=mask)(*x)) for mask in every)
     gradients = value_and_gradients(f, 0)
     x = qkv(rng, Z._replace(B=1, T=5, S=7))

@@ -43,6 +43,7 @@ def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, r
 
     def f(q, k, v, lengths):
         more = dict(is_causal=True, query_offset=4, key_value_seq_lengths=lengths)
+        more |= dict(mask=masks.Window(lengths[0], None))
         return value_and_gradients(attend(implementation, **more))(q, k, v)
 
     actual, one = jax.jit(jax.vmap(f, in_axes=(*axes, 0)))(q, k, v, lengths), jax.jit(f)

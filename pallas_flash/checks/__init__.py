@@ -289,6 +289,12 @@ def ends(name: str, x, tokens: int | None = None, first: int | None = 0):
     raise ValueError(f"{name} must ascend, from {start}{stop}; got {x.tolist()}.")
 
 
+def from_zero(name: str, x):
+    """Raises where an array has values that are known and below 0."""
+    if is_known(x) and x.size and (least := int(np.asarray(jax.device_get(x)).min())) < 0:
+        raise ValueError(f"{name} must be 0 or more; got {least}.")
+
+
 def ids(named: dict):
     """One or two arrays of integers as int32, equal where these are."""
     x = [_narrow(name, x) for name, x in named.items()]

@@ -122,7 +122,7 @@ _LAYER: Hints = {
 }
 _OF_LAYER = (
     "context deterministic_gradients dropout_rate dtype implementation is_causal local_window_size "
-    "logits_soft_cap qk_norm rope rope_base score_mod sinks"
+    "logits_soft_cap qk_norm rope rope_base scale score_mod sinks"
 )
 _PADDING_OF_LAYER = "mask? Padding is bool [B, 1, 1, T], or pass lengths."
 _LAYER_CALL: Hints = {

@@ -14,6 +14,7 @@ from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache
 from pallas_flash.devices import sharding
 from pallas_flash.masks import KeyLists
+from pallas_flash.problem.call import is_data
 from pallas_flash.problem.page_layout import PageLayout
 from pallas_flash.tiled import quantised
 
@@ -55,7 +56,7 @@ class RollingCache(NamedTuple):
 
 # options of flash_attention that paged_attention has too
 _PAGED = (
-    "is_causal local_window_size logits_soft_cap sinks implementation query_seq_lengths"
+    "scale is_causal local_window_size logits_soft_cap sinks implementation query_seq_lengths"
 ).split()
 Cache = KVCache | RollingCache | PagedCache
 SomeCache = TypeVar("SomeCache", bound=Cache)
@@ -116,6 +117,8 @@ def attend(
     if not isinstance(cache, PagedCache):
         given = [name for name in ("sinks", "query_seq_lengths") if name in kwargs]
         arrays = {name: kwargs.pop(name) for name in given}
+        if is_data(kwargs.get("scale")):  # one for each head, since devices share the heads
+            arrays["scale"] = jnp.broadcast_to(kwargs.pop("scale"), query.shape[2])
         return sharding.map_cache(
             _attend_slots, cache, dict(query=query) | new | arrays, left, tuple(kwargs.items())
         )

@@ -54,6 +54,8 @@ class FlashAttention(nnx.Module):
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE
         (arXiv:2302.05442, there LayerNorm).
       is_causal: a token sees itself and those before it.
+      scale: as in `flash_attention`, a number or an array; H^-0.5 by default. For Gemma 2 and 3 it
+        is query_pre_attn_scalar^-0.5. An nnx.Param learns; another array is state that does not.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
       score_mod, context: as in `flash_attention`. An nnx.Module as score_mod learns; arrays of
         another, as scores.Alibi(array), are state that does not. With a cache, context is not used.
@@ -94,6 +96,7 @@ class FlashAttention(nnx.Module):
         rope_base: float | None = 10_000.0,
         rope: Callable[[Array, Array], Array] | None = None,
         qk_norm: bool = False,
+        scale: float | Float[AnyArray, "..."] | None = None,
         is_causal: bool = True,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
@@ -116,6 +119,7 @@ class FlashAttention(nnx.Module):
         self.in_features, self.num_kv_heads, self.head_size = in_features, K, H
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         self.rope = rotary.choose(rope, rope_base, H)
+        self.scale = validation.scale(scale)
         self.is_causal, self.local_window_size = is_causal, local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.dropout_rate, self.deterministic = checks.rate("dropout_rate", dropout_rate), False
@@ -235,12 +239,13 @@ class FlashAttention(nnx.Module):
         )
         mask = as_mask(mask)
         options = dict(
+            scale=_value(self.scale),
             is_causal=self.is_causal,
             local_window_size=self.local_window_size,
             implementation=self.implementation,
             logits_soft_cap=self.logits_soft_cap,
             score_mod=self.score_mod,
-            sinks=None if self.sinks is None else self.sinks[...],
+            sinks=_value(self.sinks),
             deterministic=self.deterministic_gradients,
             **self._dropout(rngs, self.deterministic if deterministic is None else deterministic),
         )
@@ -331,6 +336,7 @@ class FlashAttention(nnx.Module):
         )
         names = "is_causal local_window_size logits_soft_cap score_mod dropout_rate implementation"
         options = {name: getattr(self, name) for name in names.split()}
+        options |= dict(scale=_value(self.scale))
         options["dropout_rng"] = jax.eval_shape(lambda: jax.random.key(0))
         # only a call shows whether an implementation can run it
         with contextlib.suppress(NotImplementedError):
@@ -339,3 +345,8 @@ class FlashAttention(nnx.Module):
 
 in_lines(FlashAttention.__init__)
 in_lines(FlashAttention.__call__)
+
+
+def _value(x):
+    """The array of a Variable; else x."""
+    return x[...] if isinstance(x, nnx.Variable) else x

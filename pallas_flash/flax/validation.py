@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from pallas_flash import checks, context_parallel
@@ -36,6 +37,12 @@ def check_constructor(given: dict[str, Any]):
             f"streams {', '.join(rngs)}" if isinstance(rngs, nnx.Rngs) else checks.description(rngs)
         )
         raise TypeError(f"rngs must be nnx.Rngs with a stream params, as nnx.Rngs(0); got {got}.")
+
+
+def scale(x):
+    """The scale as the layer keeps it: an array is state. flash_attention checks it."""
+    is_state = checks.is_array(x) and not isinstance(x, np.generic | nnx.Variable)
+    return nnx.data(jnp.asarray(x)) if is_state or isinstance(x, list) else x
 
 
 def _check_dtypes(dtype, param_dtype):

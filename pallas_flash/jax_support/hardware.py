@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractDevice
 
 # parameters of jax's GPU interpreter, and the effects of kernels there: tests put them here, and a
-# Hopper GPU is simulated
+# GPU of any family is simulated
 interpret: Any = None
 interpret_effects: frozenset = frozenset()
 

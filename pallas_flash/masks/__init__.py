@@ -12,10 +12,12 @@ to know what it shows.
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_flash import checks
 from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
 from pallas_flash.masks.block_mask import draw as draw
@@ -31,7 +33,7 @@ from pallas_flash.masks.mask import without_block_types as without_block_types
 from pallas_flash.masks.resolution import positions_of as positions_of
 from pallas_flash.masks.resolution import resolve as resolve
 from pallas_flash.masks.resolution import within_reach as within_reach
-from pallas_flash.masks.resolved_mask import REACH
+from pallas_flash.masks.resolved_mask import REACH, clip
 from pallas_flash.masks.sequences import Documents as Documents
 from pallas_flash.masks.sequences import Varlen as Varlen
 
@@ -41,6 +43,11 @@ from pallas_flash.masks.sequences import Varlen as Varlen
 class Window(Mask):
     """The query at position p sees the keys p - left to p + right, both inclusive; None is no limit
     on that side. local_window_size=4 is Window(4, 4).
+
+    A side is a static int, or an int32 array: [] for all batch rows, or [B]. Arrays may be traced,
+    so that one body of jax.lax.scan has local layers and global ones, whose side is S or more.
+    Blocks out of sight are skipped in both forms; with ints they are known when the call is
+    compiled. Values below 0 raise; those that are traced cannot, and hide the query's own key.
 
     Examples:
       >>> from pallas_flash import masks
@@ -53,38 +60,62 @@ class Window(Mask):
       . . . . 1 1 . .
     """
 
-    left: int | None
-    right: int | None
+    left: Any
+    right: Any
 
     def __post_init__(self):
         for name, side in (("left", self.left), ("right", self.right)):
-            if side is None:
-                continue
-            if not checks.is_int(side) or isinstance(side, bool) or not 0 <= side < 2**31:
+            if checks.is_int(side) and not isinstance(side, bool) and 0 <= side < 2**31:
+                object.__setattr__(self, name, int(side))
+            elif isinstance(side, int | float | str | np.generic):
                 raise ValueError(
-                    f"a window is (left, right), each an int from 0 to {2**31 - 1} or None; got "
-                    f"({self.left!r}, {self.right!r})."
+                    f"a window is (left, right), each an int from 0 to {2**31 - 1}, an array of "
+                    f"such ints or None; got ({self.left!r}, {self.right!r})."
                 )
-            object.__setattr__(self, name, int(side))
+        super().__post_init__()
 
     def __repr__(self):
-        is_causal = self.left is None and self.right == 0
-        return "Causal()" if is_causal else f"Window(left={self.left}, right={self.right})"
+        if self.left is None and isinstance(self.right, int) and self.right == 0:
+            return "Causal()"
+        left, right = pytrees.shown((self.left, self.right))
+        return f"Window(left={left}, right={right})"
 
-    def _near(self) -> tuple[int | None, int | None]:
-        return tuple(None if side is None else min(side, REACH) for side in (self.left, self.right))
+    @property
+    def ARRAYS(self) -> dict[str, str]:
+        sides = dict(left=self.left, right=self.right)
+        return {name: "B" for name, x in sides.items() if x is not None and not checks.is_int(x)}
+
+    def _arrays(self):
+        """left and right as int32; what is traced, at a distance from which no key is seen."""
+        arrays = super()._arrays()
+        for name, x in arrays.items():
+            checks.from_zero(f"Window.{name}", x)
+        return {
+            name: x if checks.is_known(x) else jnp.maximum(x, -REACH) for name, x in arrays.items()
+        }
+
+    def _near(self) -> tuple[IntLike | None, IntLike | None]:
+        return tuple(None if x is None else clip(x, -REACH, REACH) for x in (self.left, self.right))
 
     def band(self):
         return self.left, self.right
 
     def interval(self, row, position):
-        left, right = self._near()
+        by_row = lambda x: x if x is None or isinstance(x, int) else jnp.reshape(x, (-1, 1))
+        left, right = map(by_row, self._near())
         return (
             None if left is None else position - left,
             None if right is None else position + right + 1,
         )
 
+    def narrow(self, mask, rows):
+        if rows.positions is not None:
+            return super().narrow(mask, rows)
+        return mask.with_window(rows.shape, rows.row, self.left, self.right, rows.offset)
+
     def mask_mod(self):
+        if self.ARRAYS:
+            return None
         left, right = self._near()
         from_left = lambda q, k: True if left is None else k >= q - left
         return lambda b, h, q, k: jnp.logical_and(

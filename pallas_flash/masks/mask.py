@@ -94,9 +94,9 @@ class Mask:
         tells what it shows, by its rows."""
         return None
 
-    def band(self) -> tuple[int | None, int | None] | None:
+    def band(self) -> tuple[IntLike | None, IntLike | None] | None:
         """How many keys a query sees before and after its position, None: all; None if the mask is
-        no such band."""
+        no such band. One with arrays has `narrow` too."""
         return None
 
     @property

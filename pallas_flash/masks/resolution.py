@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.jax_support.pytrees import IntLike, is_data
 from pallas_flash.masks.expression import Place, as_mask_mod
 from pallas_flash.masks.key_lists import KeyLists
 from pallas_flash.masks.mask import (
@@ -80,9 +80,10 @@ def _resolve(masks: list[Mask], rows: QueryRows, keys: int) -> ResolvedMask:
     resolved, left, right = ResolvedMask(keys), None, None
     intervals, mods = split(masks)
     for mask in intervals:
-        if rows.positions is None and (band := mask.band()) is not None:
-            left, right = _least(left, band[0]), _least(right, band[1])
-        else:
+        band = mask.band() if rows.positions is None else None
+        if band is not None:
+            left, right = map(_least, (left, right), band)
+        if band is None or any(map(is_data, band)):
             resolved = mask.narrow(resolved, rows)
     lists, mods = split_lists(mods)
     if lists:
@@ -116,8 +117,9 @@ def _with_tables(mask: Mask, keys: int) -> Mask:
     return with_leaves(mask, map(as_table, leaves(mask)))
 
 
-def _least(a: int | None, b: int | None) -> int | None:
-    return min((x for x in (a, b) if x is not None), default=None)
+def _least(a: int | None, b: IntLike | None) -> int | None:
+    """The smaller of those that are ints."""
+    return min((x for x in (a, b) if isinstance(x, int)), default=None)
 
 
 def positions_of(masks: list[Mask], row, offset: IntLike):

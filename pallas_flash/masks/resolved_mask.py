@@ -78,13 +78,18 @@ class ResolvedMask:
             left = None if left is None else near - clip(offset - left, -REACH, REACH)
             right = None if right is None else clip(offset + right, -REACH, REACH) - near
             return dataclasses.replace(self, offset=near, left=left, right=right)
-        if max(left or 0, right or 0) > REACH:  # the offset may be as large: each row has its ends
-            end = lambda away: row + (clip(offset, away - REACH, away + REACH) - away)[:, None]
-            start = 0 if left is None else end(left)
-            stop = ResolvedMask.ALL if right is None else end(-right) + 1
-            return self.with_interval(shape, start, stop)
+        if max(left or 0, right or 0) > REACH:  # the offset may be as large
+            return self.with_window(shape, row, left, right, offset)
         near = clip(offset, -REACH - (right or 0), REACH + (left or 0))
         return dataclasses.replace(self, offset=near, left=left, right=right)
+
+    def with_window(
+        self, shape, row, left: IntLike | None, right: IntLike | None, offset: IntLike
+    ) -> "ResolvedMask":
+        """`with_band`, with the ends of each row: left and right may be int32 [B] or []."""
+        start = 0 if left is None else row + _distance(left, offset)
+        stop = ResolvedMask.ALL if right is None else row + _distance(-right, offset) + 1
+        return self.with_interval(shape, start, stop)
 
     def interval(self, row: IntLike) -> tuple[IntLike, IntLike]:
         """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a
@@ -209,3 +214,10 @@ def clip(x: IntLike, low: int, high: int) -> IntLike:
     if isinstance(x, int):
         return min(max(x, low), high)
     return jnp.clip(x, max(low, -(2**31)), min(high, 2**31 - 1))
+
+
+def _distance(a: IntLike, b: IntLike) -> IntLike:
+    """b - a, within REACH, an int or int32 [B, 1]. No sum leaves int32."""
+    low, high = larger(a, REACH - 2**31) - REACH, smaller(a, 2**31 - 1 - REACH) + REACH
+    distance = smaller(larger(b, low), high) - a
+    return distance if isinstance(distance, int) else jnp.reshape(distance, (-1, 1))

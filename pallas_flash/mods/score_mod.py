@@ -59,8 +59,9 @@ class BoundScoreMod(BoundMod):
         return dataclasses.replace(self, **self.mod.index_arrays(batch, heads))
 
     def pack_gqa(self, batch: int, heads: int, queries: int, group: int) -> "BoundScoreMod":
-        """This score_mod for rows of `decode.pack_gqa`: row r of a key head is token r // group of
-        its query head r % group. It reads the head and the position of a row as captured arrays."""
+        """This score_mod for rows of `split_kv.pack_gqa`: row r of a key head is token r // group
+        of its query head r % group. It reads the head and the position of a row as captured
+        arrays."""
         b, h = (
             jnp.broadcast_to(x, n)
             for x, n in zip(self.indices(batch, heads), (batch, heads), strict=True)

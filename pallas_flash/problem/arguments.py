@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.checks.sizes import HEADS_FIRST, Sizes
@@ -393,7 +394,7 @@ def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
         x, name = getattr(part, field), f"{type(part).__name__}.{field}"
         if x is None:
             continue
-        if letters == "B" and isinstance(x, int):
-            x = jnp.full(sizes.lead, checks.ints(name, x))
+        if letters == "B" and np.ndim(x) == 0:
+            x = jnp.broadcast_to(checks.ints(name, x), sizes.lead)
         arrays[field] = sizes.ints(name, sizes.of_all_rows(x, letters), letters)
     return dataclasses.replace(part, **arrays) if arrays else part

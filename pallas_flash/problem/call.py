@@ -31,13 +31,18 @@ def _window(name: str, size) -> masks.Window | None:
         return size
     try:
         left, right = (size, size) if checks.is_int(size) else size
-        return masks.Window(left, right)
+        window = masks.Window(left, right)
+        if window.ARRAYS:
+            raise TypeError
+        return window
     except (TypeError, ValueError, jax.errors.JAXTypeError):
         traced = next((x for x in jax.tree.leaves(size) if isinstance(x, jax.core.Tracer)), None)
         got = repr(size) if traced is None else checks.description(traced)
+        has_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(size))
+        hint = " Arrays are for mask=masks.Window(left, right)." * has_arrays
         raise ValueError(
             f"{name} must be a static int or (left, right), each from 0 to {checks.INT32.max} or "
-            f"None for no limit; got {got}.{checks.if_traced(name, traced)}"
+            f"None for no limit; got {got}.{checks.if_traced(name, traced)}{hint}"
         ) from None
 
 

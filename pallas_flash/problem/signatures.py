@@ -30,14 +30,14 @@ class _InLines(inspect.Signature):
         for x in self.parameters.values():
             if x.kind == x.KEYWORD_ONLY and not is_named:
                 lines, is_named = [*lines, "*"], True
+            name = f"**{x.name}" if x.kind == x.VAR_KEYWORD else x.name
             annotation = "" if x.annotation is x.empty else f": {x.annotation}"
-            stars = "**" * (x.kind == x.VAR_KEYWORD)
             lines.append(
-                f"{stars}{x.name}{annotation}"
-                + ("" if x.default is x.empty else f" = {x.default!r}")
+                f"{name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}")
             )
-        returns = "" if self.return_annotation is self.empty else f" -> {self.return_annotation}"
-        return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){returns}"
+        returned = self.return_annotation
+        arrow = "" if returned is self.empty else f" -> {returned}"
+        return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){arrow}"
 
     def format(self, **_):  # what help() calls from Python 3.13 on
         return str(self)

@@ -1,5 +1,6 @@
-"""The gradients of a bias and of the arrays that a score_mod reads, by mma, Hopper's too: dS, or
-what each pair adds to the gradient of what it reads, summed over the pairs that share a number.
+"""The gradients of a bias and of the arrays that a score_mod reads, by mma, Hopper's and
+Blackwell's too: dS, or what each pair adds to the gradient of what it reads, summed over the pairs
+that share a number.
 
 A program owns some of the sums, computes P again from lse for the tiles of scores that add to them,
 and adds in one order: the gradients are the same each time.
