@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import normal
-from check import check
+from check import check, close
 from decoding import (
     MOSAIC,
     B,
@@ -26,7 +26,10 @@ from selection import whole_but
 from pallas_flash import explain, flash_attention, paged_attention
 from pallas_flash.accounting import GPUS
 from pallas_flash.kernels import mma
+from pallas_flash.problem import arguments
+from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import split_kv
+from pallas_flash.tiled.online_softmax import SoftmaxState
 from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -150,6 +153,21 @@ def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_
 )
 def test_splits_keep_the_processors_of_an_h200_busy(T, batch, S, num_splits):
     assert split_kv.num_splits(problem(T, S, 64, 8, batch), 64, 132) == num_splits
+
+
+def test_many_splits_are_merged_in_few_kernels_as_few_splits_are(rng, optimized, monkeypatch):
+    p = problem(1, 4096, 8, 1, return_max_logits=True)
+    o, m, l = (normal(rng, 1, 126, 1, 8, *size) for size in ((16,), (), ()))
+    l[..., 3], l[:, 1:, :, 5] = 0, 0  # a row without keys, and one with keys of one split
+    stats = SoftmaxState(40 * m, abs(l))
+    for sinks in (None, np.linspace(-3, 60, 8, dtype=np.float32)):
+        x = arguments.Operands(np.zeros((1, 1, 8, 128), np.float32), *[None] * 3, sinks, None, None)
+        merge = lambda *a, x=x: split_kv.merge_splits(p, x, *a, LogBase.E)
+        compiled = jax.jit(merge).lower(o, stats).compile()
+        assert compiled.as_text().count(" fusion(") < 40  # one by one there are over 126
+        with monkeypatch.context() as one_by_one:
+            one_by_one.setattr(split_kv, "ONE_BY_ONE", 126)
+            jax.tree.map(lambda a, b: close(a, b, 2e-6), compiled(o, stats), merge(o, stats))
 
 
 def test_rows_that_see_no_key_do_not_widen_what_is_read():

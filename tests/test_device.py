@@ -3,6 +3,7 @@ that differ, other platforms."""
 
 import contextlib
 import functools
+import warnings
 
 import fakes
 import jax
@@ -199,6 +200,32 @@ def test_hopper_by_name_says_that_a_cpu_cannot_run_it():
         match=r"'hopper' runs on GPUs only, but the program is lowered for another",
     ):
         call(*qkv())
+
+
+# ---- rules ----
+
+
+def test_a_rule_that_keeps_a_call_from_all_kernels_is_warned_of():
+    made = lambda n: jnp.exp2(-(jnp.arange(2) + 1.0))[n]
+    summed = lambda n: jnp.sum(jnp.where(jnp.arange(2) == n, 0.5, 1.0))
+
+    def run(f, is_mask, **kw):
+        mask = masks.MaskMod(lambda b, h, q, k: f(h) * q >= k) if is_mask else None
+        score_mod = None if is_mask else lambda s, b, h, q, k: s * f(h)
+        call = functools.partial(flash_attention, mask=mask, score_mod=score_mod, **kw)
+        jax.eval_shape(call, *qkv())
+        return explain(*qkv(), mask=mask, score_mod=score_mod).implementation
+
+    text = r"no GPU kernel evaluates the rules of this call\. Falling back to 'blockwise', which "
+    text += r"is plain JAX\. .*triton: <lambda> needs iota, reduce_sum, .* docs/masks\.md"
+    for is_mask in (False, True):
+        with pytest.warns(RuntimeWarning, match=text):
+            assert run(summed, is_mask) == "blockwise"
+        with warnings.catch_warnings(action="error"):
+            assert run(made, is_mask) != "blockwise"
+            run(summed, is_mask, implementation="blockwise")
+            with jax.default_device(CPU):
+                run(summed, is_mask)
 
 
 # ---- jax.export ----

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 
 from pallas_flash import flash_attention, masks
-from pallas_flash.mods import captured, derivatives
+from pallas_flash.mods import captured, derivatives, mask_mod, score_mod
 from pallas_flash.transforms import autodiff
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
@@ -200,6 +200,51 @@ def test_a_rule_keeps_three_derivatives_of_a_function_and_says_so():
         np.testing.assert_allclose(function(0.3), of_jax(0.3), rtol=1e-6)
     with pytest.raises(NotImplementedError, match=r"has 3 derivatives, .*; got one more"):
         jax.grad(function)(0.3)
+
+
+W = jnp.linspace(-1, 1, 8)
+# a function of a number; how many arrays a rule of it captures, and how many of these have a
+# gradient: those made of what it reads
+MADE_INSIDE = {
+    "arange": (lambda n: jnp.exp2(-(jnp.arange(8) + 1.0))[n], 1, 0),
+    "ones and a scan": (
+        lambda n: jax.lax.scan(lambda c, x: (c + x, c), 0.0, jnp.ones(8))[1][n],
+        *(1, 0),
+    ),
+    "with a learned array": (lambda n: jnp.exp(W * jnp.arange(8.0))[n] + jnp.ones(8)[n], 2, 1),
+    "in jit": (
+        jax.jit(lambda n: jax.nn.softplus(W + jax.jit(lambda: jnp.arange(8))())[n]),
+        *(1, 1),
+    ),
+    "a sum": (lambda n: n + jnp.sum(jnp.arange(4)), 1, 0),
+    "random numbers": (lambda n: jax.random.normal(jax.random.key(0), (8,))[n], 1, 0),
+    "a random number": (lambda n: n + jax.random.uniform(jax.random.key(0)), 1, 0),
+    "a table of pairs": (lambda n: (W[:, None] * jnp.arange(3))[n, 2], 1, 1),
+    "nothing": (lambda n: n * jnp.sqrt(2.0) + jnp.exp(jnp.float32(0.5)), 0, 0),
+    "all of an array": (lambda n: jnp.sum(jnp.where(jnp.arange(8) == n, 2.0, 0.0)), 0, 0),
+    "an array in a loop": (
+        lambda n: jax.lax.fori_loop(0, 2, lambda i, x: x + jnp.arange(8.0)[n + i], 0.0),
+        *(0, 0),
+    ),
+    "a random number for each": (
+        lambda n: jax.random.uniform(jax.random.fold_in(jax.random.key(0), n)),
+        *(1, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_INSIDE)
+def test_what_depends_on_no_scalar_is_computed_before_and_captured(name, constants):
+    function, arrays, tables = MADE_INSIDE[name]
+    score = score_mod.trace(lambda s, b, h, q, k: s * function(h), jnp.float32)
+    mask, of_mask = mask_mod.trace_mask_mod(lambda b, h, q, k: function(h) > 0.5)
+    assert (score.mod.tables, len(of_mask)) == (tables, arrays)
+    assert len(score.arrays) == arrays
+    for h in (0, 5):
+        np.testing.assert_allclose(score.mod(score.arrays, 0, h, 0, 0, 2.0), 2 * function(h), 1e-6)
+        assert mask(of_mask, 0, h, 0, 0) == (function(h) > 0.5)
+    if name not in ("all of an array", "an array in a loop", "a random number for each"):
+        assert not {"iota", "dynamic_slice"} & (score.primitives | mask.primitives)
 
 
 def test_a_rule_leaks_no_tracers():

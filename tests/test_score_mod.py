@@ -38,7 +38,14 @@ RULES = {
         lambda s, b, h, q, k: s * table[h, jax.jit(lambda q: jnp.clip(IDS[q], 0, 22))(q - k)]
     ),
     "by key alone": lambda table: lambda s, b, h, q, k: s * table[0, k % 23],
-    "a number by head": lambda table: lambda s, b, h, q, k: s - jnp.exp(table)[h, 1] * abs(q - k),
+    "arrays that it makes": lambda table: (
+        lambda s, b, h, q, k: (
+            s
+            - jnp.exp(table * jnp.linspace(0.5, 1, 23))[h, 1]
+            * jnp.exp2(-jnp.arange(4.0))[h]
+            * abs(q - k)
+        )
+    ),
     "one number and a row": lambda table: (
         lambda s, b, h, q, k: jnp.tanh(s * table[0, 0]) + table[h][k % 23] * b
     ),

@@ -3,6 +3,7 @@ machine's self-check, and says why not another."""
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -82,6 +83,8 @@ def first(
         able = filter(is_able, implementations.BACKENDS)
         found = ((backend, objections.right(backend).problem) for backend in able)
         backend, problem = next(pair for pair in found if pair[1] is not None)
+        if objections.check:
+            _warn_of_rules(backend, objections)
     elif name in implementations.names():
         backend = implementations.find(name)
         if why_not := objections.cannot(backend):
@@ -102,6 +105,30 @@ def first(
             f"got {name!r}.{hint}"
         )
     return problem, Choice(backend, backend.tiles(backend.converted(problem)))
+
+
+def _warn_of_rules(taken: Backend, objections: Objections):
+    """Warns where a mask_mod or score_mod alone keeps all GPU kernels from a call."""
+    p, mask = objections.problem, objections.problem.resolved_mask
+    rules = [rule for rule in (mask.mask_mod, p.score) if rule is not None]
+    if taken.own_kernels or not rules:
+        return
+    without = dataclasses.replace(
+        p, score=None, resolved_mask=dataclasses.replace(mask, mask_mod=None)
+    )
+    without = dataclasses.replace(objections, problem=without)
+    could = lambda backend: not (without.by_default(backend) or without.cannot(backend))
+    kernels = [x for x in implementations.BACKENDS if x.own_kernels and could(x)]
+    reasons = {backend.name: objections.cannot(backend) for backend in kernels}
+    if reasons and all(reasons.values()):
+        why_not = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        warnings.warn(
+            f"pallas_flash: no GPU kernel evaluates the rules of this call. Falling back to "
+            f"{taken.name!r}, which is plain JAX. {why_not}. docs/masks.md says what kernels "
+            "evaluate.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def checked_tangent(backend: Backend, problem: Problem, tiles, *args):

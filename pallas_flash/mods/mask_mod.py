@@ -21,7 +21,7 @@ def trace_mask_mod(mask_mod: Callable, name: str | None = None) -> tuple[TracedM
             "masks.MaskMod takes a function mask_mod(b, h, q_idx, kv_idx) -> bool; got "
             f"{checks.description(mask_mod)}."
         )
-    jaxpr, arrays, out = trace_function(
+    jaxpr, arrays, _, out = trace_function(
         "mask_mod(b, h, q_idx, kv_idx)", mask_mod, INDEX, INDEX, INDEX, INDEX
     )
     if getattr(out, "shape", None) != () or out.dtype != bool:

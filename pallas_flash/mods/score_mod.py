@@ -19,7 +19,8 @@ SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 
 @pytrees.dataclass(static=("mod",))
 class BoundScoreMod(BoundMod):
-    """The score_mod of a call. The first of its `arrays` are its tables: those of floats."""
+    """The score_mod of a call. The first of its `arrays` are its tables: those that may have a
+    derivative."""
 
     @classmethod
     def bind(
@@ -35,13 +36,10 @@ class BoundScoreMod(BoundMod):
 
     @property
     def tables(self) -> tuple:
-        return self.arrays[: sum(self._is_table(n) for n in range(len(self.arrays)))]
+        return self.arrays[: self.mod.tables]
 
     def with_tables(self, tables) -> "BoundScoreMod":
         return dataclasses.replace(self, arrays=(*tables, *self.arrays[len(tables) :]))
-
-    def _is_table(self, number: int) -> bool:
-        return jnp.issubdtype(self.mod.arrays[number].aval.dtype, jnp.floating)
 
     @property
     def primitives(self) -> set[str]:
@@ -105,7 +103,7 @@ class BoundScoreMod(BoundMod):
         tables = {
             n: jnp.broadcast_to(value, s.shape)
             for n, (_, value) in enumerate(captured)
-            if self._is_table(reads[n].array)
+            if reads[n].array < self.mod.tables
         }
 
         def evaluate(s, tables):
@@ -146,7 +144,8 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
         )
     scalar = jax.ShapeDtypeStruct((), dtype)
     last = lambda b, h, q, k, score: score_mod(score, b, h, q, k)
-    jaxpr, arrays, out = traced.trace_function(SIGNATURE, last, *[traced.INDEX] * 4, scalar)
+    shapes = *[traced.INDEX] * 4, scalar
+    jaxpr, arrays, tables, out = traced.trace_function(SIGNATURE, last, *shapes)
     if getattr(out, "shape", None) != () or out.dtype != scalar.dtype:
         hint = (
             " To hide keys, pass a mask, masks.MaskMod, or return jnp.where(rule, score, -jnp.inf)."
@@ -156,9 +155,8 @@ def trace(score_mod: Any, dtype) -> BoundScoreMod:
             f"{SIGNATURE} must return one scalar of the score's dtype, {scalar.dtype}[]; got "
             f"{traced.describe(out)}.{hint}"
         )
-    mod = traced.TracedMod(
-        jaxpr, len(arrays), getattr(score_mod, "__name__", type(score_mod).__name__)
-    )
+    name = getattr(score_mod, "__name__", type(score_mod).__name__)
+    mod = traced.TracedMod(jaxpr, len(arrays), name, tables)
     if any(4 in at.depends_on for at in mod.reads):
         raise TypeError(
             f"{SIGNATURE} may index arrays by b, h, q_idx and kv_idx; got an index that depends on "

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.jax_support.jax_internals import Literal
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.mods import captured, derivatives, programs
+from pallas_flash.mods import captured, derivatives, hoisted, programs
 from pallas_flash.mods.derivatives import any_mesh as any_mesh
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
@@ -21,10 +20,10 @@ class TracedMod:
     """The program of a mask_mod or score_mod. It takes first the arrays that the function captures,
     then its scalars: int32 b, h, q_idx, kv_idx, and the score of a score_mod."""
 
-    def __init__(self, jaxpr, arrays: int, name: str):
+    def __init__(self, jaxpr, arrays: int, name: str, tables: int = 0):
         self._closed = derivatives.close(jaxpr)
-        self.jaxpr, self.name = derivatives.reopen(self._closed), name
-        self._key = programs.key(self._closed)
+        self.jaxpr, self.name, self.tables = derivatives.reopen(self._closed), name, tables
+        self._key = tables, programs.key(self._closed)
         self._hash = hash(self._key)
         self.arrays, self.scalars = jaxpr.invars[:arrays], jaxpr.invars[arrays:]
         used = {id(x) for eqn in jaxpr.eqns for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
@@ -50,7 +49,7 @@ class TracedMod:
         return repr(self._key) if programs.has_name(self._key) else None
 
     def __reduce__(self):
-        return _load, (programs.dumps(self._closed), len(self.arrays), self.name)
+        return _load, (programs.dumps(self._closed), len(self.arrays), self.name, self.tables)
 
     def __deepcopy__(self, memo):
         return self
@@ -99,7 +98,7 @@ class TracedMod:
         arrays, scalars = list(map(shape, self.arrays)), map(shape, self.scalars)
         with any_mesh():
             jaxpr = jax.make_jaxpr(moved)(arrays, new, *scalars).jaxpr
-        return TracedMod(jaxpr, len(arrays) + len(new), self.name)
+        return TracedMod(jaxpr, len(arrays) + len(new), self.name, self.tables)
 
     @functools.cached_property
     def _split(self) -> captured.Split:
@@ -134,8 +133,8 @@ class TracedMod:
         return primitives(self._split.jaxpr)
 
 
-def _load(program: bytes, arrays: int, name: str) -> TracedMod:
-    return TracedMod(programs.loads(program), arrays, name)
+def _load(program: bytes, *args) -> TracedMod:
+    return TracedMod(programs.loads(program), *args)
 
 
 def primitives(jaxpr) -> set[str]:
@@ -173,9 +172,10 @@ HINTS = {
 }
 
 
-def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, Any]:
-    """Traces a user's function: its program, the arrays that it captures, floats first, and the
-    shape of its result. What depends on these arrays alone is computed now."""
+def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tuple, int, Any]:
+    """Traces a user's function: its program, the arrays that it captures, how many of these may
+    have a derivative, the first, and the shape of its result. What depends on none of its scalars
+    is computed now, and captured."""
     try:
         with any_mesh():
             return _traced(function, *shapes)
@@ -206,53 +206,12 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
         ) from error
 
 
-class _Constant:
-    """The variable of an array that is written into a program, as with
-    jax_use_simplified_jaxpr_constants."""
-
-    def __init__(self, aval):
-        self.aval = aval
-
-
-def _is_array(x) -> bool:
-    return isinstance(x, Literal) and (isinstance(x.val, jax.Array) or np.ndim(x.val) > 0)
-
-
 def _traced(function, *shapes):
     written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
     # jitted functions are inlined, with the arrays that they close over
     closed = jax.make_jaxpr(lambda *scalars: captured.call(written, scalars))(*shapes)
-    jaxpr, left = closed.jaxpr, []
-    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    for eqn in jaxpr.eqns:
-        if any(map(_is_array, eqn.invars)):
-            inputs = [_Constant(x.aval) if _is_array(x) else x for x in eqn.invars]
-            known |= {new: x.val for new, x in zip(inputs, eqn.invars, strict=True) if new is not x}
-            eqn = eqn.replace(invars=inputs)
-        variables = [x for x in eqn.invars if not isinstance(x, Literal)]
-        # lax.axis_index has no inputs: an index on an axis of a vmap or shard_map is known now
-        is_axis_index = {type(effect).__name__ for effect in eqn.effects} == {"NamedAxisEffect"}
-        is_known = all(x in known for x in variables)
-        if is_known and (is_axis_index or (variables and not eqn.effects)):
-            captured.run([eqn], [], known)
-        else:
-            left.append(eqn)
-    derivatives.refuse_effects(left)
-    used = {id(x) for eqn in left for x in eqn.invars} | {id(x) for x in jaxpr.outvars}
-    arrays = sorted(
-        (x for x in known if id(x) in used),
-        key=lambda x: not jnp.issubdtype(x.aval.dtype, jnp.floating),
-    )
-
-    def uncaptured(values, scalars):
-        inputs = zip((*arrays, *jaxpr.invars), (*values, *scalars), strict=True)
-        return captured.run(left, jaxpr.outvars, dict(inputs))
-
-    with any_mesh():
-        rest = jax.make_jaxpr(uncaptured)(
-            [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in arrays], shapes
-        )
-    return derivatives.close(rest.jaxpr), tuple(known[x] for x in arrays), out
+    program, arrays, tables = hoisted.hoist(closed, shapes)
+    return derivatives.close(program), arrays, tables, out
 
 
 def vectorize(f: Callable, *x):

@@ -21,6 +21,8 @@ MAX_ROWS = 64  # rows of one tile
 WIDE = 256  # the widest head that the regular kernels take
 KEYS = 256  # the fewest keys: fewer are few blocks, which the regular forward reads as fast
 MIN_GAIN = 1.05  # the least speedup for which there are more splits
+# XLA's limit of operands to a kernel is 96, and more splits one by one make one for each
+ONE_BY_ONE = 64
 
 _SUPPORTED = """
 batch queries keys heads kv_heads head_size value_size dtype scale soft_cap resolved_mask
@@ -98,12 +100,14 @@ def pack_gqa(problem: Problem, x: Operands, score_mod: bool = False) -> tuple[Pr
 def merge_splits(problem: Problem, x: Operands, o, stats: SoftmaxState, log_base: LogBase):
     """Merges o [B, splits, K, rows, Hv] and its SoftmaxState [B, splits, K, rows] into
     o [B, T, N, Hv] and SoftmaxState [B, N, T], and adds the sinks."""
-    p = problem
+    p, splits = problem, o.shape[1]
     split = lambda n: jax.tree.map(lambda a: a[:, n], (o, stats))
-    outputs, states = zip(*map(split, range(o.shape[1])), strict=True)
-    if len(states) == 1:
-        (o,), (stats,) = outputs, states
+    if splits == 1:
+        o, stats = split(0)
+    elif splits > ONE_BY_ONE:
+        o, stats = online_softmax.merge_axis(o, stats, 1, log_base)
     else:
+        outputs, states = zip(*map(split, range(splits)), strict=True)
         shares, stats = online_softmax.merge(states, log_base)
         o = sum(o * share[..., None] for o, share in zip(outputs, shares, strict=True))
     by_query = lambda a: jnp.moveaxis(
