@@ -219,7 +219,8 @@ def flash_attention(
       logits_soft_cap: c: the logits become c * tanh(logits / c), after scale and bias, before the
         mask.
       sinks: real, [N]: one more logit for each head in the softmax's denominator, as if of a key
-        with the value 0 that every query sees. The log-sum-exp includes it.
+        with the value 0 that every query sees. The log-sum-exp includes it. -inf: no sink; inf: it
+        takes the whole softmax, and the output is 0.
       dropout_rate: static, at least 0 and below 1. Each weight of the softmax becomes 0 with this
         probability, and is otherwise divided by the keep probability. The rate is rounded to the
         nearest 256th, and to 1/256 at least: 0.1 is 26/256 = 0.1016. The log-sum-exp is that of the

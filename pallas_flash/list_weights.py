@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
+import dataclasses
 import functools
 from typing import Any, Unpack
 
@@ -18,6 +19,7 @@ from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.problem.backend import no_empty_axis
 from pallas_flash.problem.call import ListedWeightsCall
 from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled.blockwise import tuning
@@ -49,8 +51,9 @@ def listed_weights(
       lists: a `masks.KeyLists`, or one joined with other masks by &.
       lse: [*B, T, N], the log-sum-exp of the whole softmax: the residual of `flash_attention`, or
         of `merge_attention` where keys of several calls share a softmax.
-      bias, **options: the other arguments of `flash_attention`, as in the call that lse is of.
-        sinks, which lse includes, dropout, value_size, deterministic and implementation change
+      bias, **options: the other arguments of `flash_attention`, as in the call that lse is of:
+        with the lse of a causal call and no is_causal, weights of later keys are too large, up to
+        inf. sinks, which lse includes, dropout, value_size, deterministic and implementation change
         nothing.
 
     Returns:
@@ -59,7 +62,8 @@ def listed_weights(
       a key that the query does not see. An entry that is repeated has its weights in each place.
 
     Raises:
-      TypeError, ValueError: as in `flash_attention`; or lists, lse or their shapes do not fit.
+      TypeError, ValueError: as in `flash_attention`; lists, lse or their shapes do not fit; or,
+        outside of jit, lse is -inf where lists name keys that the query sees.
       NotImplementedError: a context.
 
     Examples:
@@ -88,14 +92,15 @@ def listed_weights(
             "listed_weights returns the weights alone; leave return_residual and return_max_logits "
             "to flash_attention."
         )
-    call = call.replace(dropout_rate=0.0, dropout_rng=None, sinks=None)
-    lse = _lse(lse, jnp.shape(call.query)[:-1])
+    call = call.replace(dropout_rate=0.0, dropout_rng=None)
+    lse = _lse(lse, jnp.shape(call.query))
     call = ListedWeightsCall(**call.arguments(), lse=lse)
     with hardware.at(call.arguments().values()):
         weights, *_ = dispatch.map_over_mesh(_attend, call)
-    if weights.shape[-2] == indices.shape[-2]:
-        return weights
-    return jnp.sum(weights, -2, keepdims=True)  # each device had some of the heads of one list
+    if weights.shape[-2] != indices.shape[-2]:  # each device had some of the heads of one list
+        weights = jnp.sum(weights, -2, keepdims=True)
+    _refuse_lse_of_other_keys(lse, weights)
+    return weights
 
 
 in_lines(listed_weights)
@@ -112,8 +117,10 @@ def _indices(lists) -> Any:
     )
 
 
-def _lse(lse, shape: tuple[int, ...]):
-    lse = checks.array("lse", lse)
+def _lse(lse, query: tuple[int, ...]):
+    lse, shape = checks.array("lse", lse), query[:-1]
+    if query[-1:] == (0,):
+        raise ValueError(f"listed_weights takes heads of size 1 and up; got query {query}.")
     if lse.shape != shape or not jnp.issubdtype(lse.dtype, jnp.floating):
         raise ValueError(
             f"lse must be floats [*B, T, N] = {shape}, as flash_attention returns it with "
@@ -122,13 +129,33 @@ def _lse(lse, shape: tuple[int, ...]):
     return lse
 
 
+def _refuse_lse_of_other_keys(lse, weights):
+    """Raises, outside of jit, where lse is that of no key and a list names visible ones."""
+    if not (checks.is_known(lse) and checks.is_known(weights)) or not jnp.isneginf(lse).any():
+        return
+    if jnp.isinf(weights).any():
+        raise ValueError(
+            "lse is -inf, that of a query without keys, where lists name keys that the query sees. "
+            "Pass listed_weights the masks and scores of the call that lse is of, such as "
+            "is_causal=True."
+        )
+
+
 def _attend(call: ListedWeightsCall):
     """The weights [*B, T, L, n * block] of a device's part of the call, in place of the output and
     the two arrays by row that dispatch.map_over_mesh expects."""
     problem, x = arguments.normalise(call)
+    problem, x = dataclasses.replace(problem, sinks=False), x._replace(sinks=None)
     lse = call.lse.reshape(problem.batch, problem.queries, problem.heads)
-    arrays = lax.stop_gradient((x, lse.astype(checks.sums(problem.dtype))))
-    weights = _weights(problem, tuning.tiles(problem, BY_QUERY), *arrays)
+    arrays = lax.stop_gradient((x, lse.astype(wide := checks.sums(problem.dtype))))
+    if no_empty_axis(problem) is None:
+        weights = _weights(problem, tuning.tiles(problem, BY_QUERY), *arrays)
+    else:
+        lists = problem.resolved_mask.lists
+        _, L, _, n = lists.entries.shape
+        weights = jnp.zeros_like(
+            x.query, shape=(problem.batch, problem.queries, L, n * lists.block), dtype=wide
+        )
     return weights.reshape(*call.query.shape[:-2], *weights.shape[2:]), None, None
 
 

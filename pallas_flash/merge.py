@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # help() shows annotations as they stand here
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import online_softmax
-from pallas_flash.tiled.online_softmax import SoftmaxState
+from pallas_flash.tiled.online_softmax import SoftmaxState, with_tangent_of
 
 
 @unexpected.refused
@@ -54,14 +55,18 @@ def merge_attention(
     """
     outputs, lses = _checked(outputs, lses)
     dtype = checks.sums(outputs[0].dtype)
-    parts = [SoftmaxState(lse.astype(dtype), None) for lse in lses]
+    lses = [lse.astype(dtype) for lse in lses]
+    most = jnp.finfo(dtype).max  # an infinite sink takes all: no inf - inf
+    parts = [SoftmaxState(with_tangent_of(lse, jnp.minimum(lse, most)), None) for lse in lses]
     shares, stats = online_softmax.merge(parts, LogBase.E)
     shares = [share[..., None] for share in shares]
     o = sum(
         share * jnp.where(share > 0, o.astype(dtype), 0.0)
         for share, o in zip(shares, outputs, strict=True)
     )
-    return o.astype(outputs[0].dtype), stats.lse(LogBase.E)
+    lse, highest = stats.lse(LogBase.E), functools.reduce(jnp.maximum, lses)
+    lse = with_tangent_of(lse, jnp.where(highest == jnp.inf, jnp.inf, lse))
+    return o.astype(outputs[0].dtype), lse
 
 
 in_lines(merge_attention)

@@ -5,6 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 
+HIGHEST = np.finfo(np.float64).max  # in place of an infinite sink
+
 
 def visible(B, N, T, S, kw):
     """bool [B, N, T, S]: which key each query may see, from the arguments of flash_attention."""
@@ -115,10 +117,8 @@ def _softmax(logits, seen, sinks=None):
     seen are [B, N, T, S]."""
     s, S = np.where(seen, logits, -np.inf), seen.shape[3]
     if sinks is not None:  # a key with the value 0
-        s = np.concatenate(
-            [s, np.broadcast_to(np.asarray(sinks, np.float64)[:, None, None], (*s.shape[:3], 1))],
-            -1,
-        )
+        sinks = np.minimum(np.asarray(sinks, np.float64), HIGHEST)[:, None, None]
+        s = np.concatenate([s, np.broadcast_to(sinks, (*s.shape[:3], 1))], -1)
     m = s.max(-1, keepdims=True, initial=-np.inf)
     empty = m == -np.inf
     e = np.where(empty, 0, np.exp(s - np.where(empty, 0, m)))
@@ -161,7 +161,8 @@ def attention(q, k, v, do, dlse, **kw):
     p, p_sink, m, l = _softmax(logits, seen, sinks)
     empty = m == -np.inf
     o = np.einsum("bnts,bsnh->btnh", p, v_all)
-    lse = np.moveaxis(np.where(empty, -np.inf, m + np.log(l))[..., 0], 1, 2)
+    lse = np.where(empty, -np.inf, np.where(m == HIGHEST, np.inf, m + np.log(l)))
+    lse = np.moveaxis(lse[..., 0], 1, 2)
 
     dv = np.einsum("bnts,btnh->bsnh", p, do)
     dp = np.einsum("btnh,bsnh->bnts", do, v_all)

@@ -140,7 +140,7 @@ def test_a_block_mask_of_all_is_asked_as_its_rule(scheme):
 FEATURES = {
     "a bias": lambda rng, z: dict(is_causal=True, bias=bias(rng, "BNTS", z)),
     "a bias of the keys, and sinks": lambda rng, z: dict(
-        bias=bias(rng, "1N1S", z), sinks=np.arange(z.N, dtype=np.float32)
+        bias=bias(rng, "1N1S", z), sinks=np.append(np.arange(z.N - 1), np.inf).astype(np.float32)
     ),
     "a bias of the queries, and a mask": lambda rng, z: dict(
         bias=bias(rng, "11T1", z), mask=dense_mask(rng, "BNTS", z)

@@ -194,7 +194,7 @@ SEEN = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_output_lse_and_gradients_equal_the_oracle(implementation, name, rng):
-    sinks = normal(rng, N)
+    sinks = np.append(normal(rng, N - 1), np.float32(np.inf))
     check(rng, *arrays(rng, 3, 301), implementation, sinks=sinks, **SEEN[name])
 
 
@@ -213,12 +213,13 @@ def test_garbage_beyond_the_lengths_changes_no_bit(implementation, rng):
 
 # ---- by Mosaic ----
 
+SINKS = np.array([1, np.inf, *[1] * 6], np.float32)
 # head size, and query heads of two key heads: of 16 a key head has 24 rows, of 8 it has 12, which
 # all warps share
 BY_MOSAIC = {
     "causal with lengths, 128": (128, 8, SEEN["causal with lengths"]),
     "causal with lengths, 128, 24 rows": (128, 16, SEEN["causal with lengths"]),
-    "a window and sinks, 64": (64, 8, dict(SEEN["a window"], sinks=np.ones(8, np.float32))),
+    "a window and sinks, 64": (64, 8, dict(SEEN["a window"], sinks=SINKS)),
     "a window, 80": (80, 8, SEEN["a window"]),
     "a window, 80, 24 rows": (80, 16, SEEN["a window"]),
     "a soft cap, 96": (96, 8, dict(SEEN["causal with lengths"], logits_soft_cap=2.0)),

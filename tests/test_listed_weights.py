@@ -28,9 +28,14 @@ LISTS = {  # block, query_block, L
 }
 OPTIONS = {
     "alone": lambda rng: {},
-    "causal, with sinks": lambda rng: dict(is_causal=True, query_offset=11, sinks=normal(rng, Z.N)),
+    "causal, with sinks": lambda rng: dict(
+        is_causal=True, query_offset=11, sinks=np.append(normal(rng, Z.N - 1), np.float32(np.inf))
+    ),
     "a bias, a soft cap, a scale": lambda rng: dict(
         bias=normal(rng, Z.N, Z.T, Z.S), logits_soft_cap=2.0, scale=0.7
+    ),
+    "a bias that hides whole rows": lambda rng: dict(
+        bias=np.where(rng.random((Z.N, Z.T, 1)) < 0.3, -np.inf, normal(rng, Z.N, Z.T, Z.S))
     ),
     "a rule, lengths": lambda rng: dict(
         rule=lambda b, h, i, j: (i + j * h + b) % 3 > 0,
@@ -80,6 +85,14 @@ def test_the_weights_of_a_list_are_the_oracles_of_the_whole_softmax(name, option
     found = listed_weights(q, k, lists, lse, **more)
     assert found.dtype == jnp.float32 and found.shape == (Z.B, Z.T, L, ENTRIES * block)
     close(found, expected(q, k, indices, block, query_block, **kw), 5e-6)
+
+
+@pytest.mark.parametrize("B, T, S", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
+def test_an_axis_of_size_0_has_no_weights_or_those_of_no_key(B, T, S):
+    q, k = np.ones((B, T, 4, 8), np.float32), np.ones((B, S, 2, 8), np.float32)
+    lists = masks.KeyLists(np.zeros((1, -(-T // 3), 2, 5), np.int32), 2, 3)
+    found = listed_weights(q, k, lists, np.zeros((B, T, 4), np.float32))
+    assert found.shape == (B, T, 2, 10) and found.dtype == jnp.float32 and not found.any()
 
 
 def test_in_64_bits_the_weights_are_float64(rng):
@@ -170,6 +183,21 @@ MISTAKES = {
     "another mask": (dict(lists=masks.Causal()), TypeError, r"lists must be .*; got Causal\(\)"),
     "two lists": (dict(lists=ONE & ONE), TypeError, "lists must be .*; got 2 joined by &"),
     "a mask beside": (dict(mask=masks.Causal()), TypeError, "joined with lists: lists & mask"),
+    "an lse of a causal call": (
+        dict(lse=np.where(np.arange(5)[:, None] < 1, -np.inf, LSE)),
+        ValueError,
+        "lse is -inf, .* where lists name keys that the query sees. Pass .* is_causal=True",
+    ),
+    "sinks of another number of heads": (
+        dict(sinks=np.zeros(2, np.float32)),
+        ValueError,
+        r"sinks must be .* \[N\] = \(4,\); got float32 \(2,\)",
+    ),
+    "heads of size 0": (
+        dict(query=q[..., :0], key=k[..., :0]),
+        ValueError,
+        "takes heads of size 1 and up",
+    ),
     "an lse of heads first": (
         dict(lse=np.zeros((2, 4, 5), np.float32)),
         ValueError,
@@ -185,4 +213,4 @@ MISTAKES = {
 def test_a_mistake_says_what_was_expected(name):
     call, error, text = MISTAKES[name]
     with pytest.raises(error, match=text):
-        listed_weights(q, k, **dict(lists=ONE, lse=LSE) | call)
+        listed_weights(**dict(query=q, key=k, lists=ONE, lse=LSE) | call)

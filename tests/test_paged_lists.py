@@ -93,7 +93,7 @@ def test_a_drawn_call_equals_the_oracle_and_reads_no_key_that_no_list_names(requ
         rng = np.random.default_rng(seed)
         call, rows = pool(rng, PAGE, lengths, shared=shared)
         rows = [np.nan_to_num(x) for x in rows]
-        q, sinks = normal(rng, B, T, N, H), normal(rng, N)
+        q, sinks = normal(rng, B, T, N, H), np.append(normal(rng, N - 1), np.float32(np.inf))
         indices = draw_lists(rng, block, query_block, L)
         is_named = named(indices, block, query_block)
         kw = dict(sinks=sinks) | (dict(local_window_size=window) if window else {})

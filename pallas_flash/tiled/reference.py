@@ -13,7 +13,7 @@ from pallas_flash import dropout
 from pallas_flash.checks import sums
 from pallas_flash.masks import block_types
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
-from pallas_flash.tiled.online_softmax import SoftmaxState
+from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState, with_tangent_of
 
 
 def attend(problem: Problem, x: Operands):
@@ -90,7 +90,8 @@ def _softmax(p: Problem, x: Operands, visible, row):
     s = jnp.where(visible, s, -jnp.inf)
     top = lax.stop_gradient(jnp.max(s, axis=-1, initial=-jnp.inf)) if p.max_logits else None
     if x.sinks is not None:  # one more key, with the value 0
-        sinks = jnp.broadcast_to(x.sinks[:, None, None], (*s.shape[:3], 1))
+        sinks = with_tangent_of(x.sinks, jnp.minimum(x.sinks, -LOWEST))  # no inf - inf
+        sinks = jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))
         s = jnp.concatenate([s, sinks], axis=-1)
 
     m = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf))

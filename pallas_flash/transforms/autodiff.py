@@ -144,8 +144,11 @@ class _Map(LinearMap):
         if self.choice.backend.takes_row_scale:
             return self, residuals
         choice = Choice(BLOCKWISE, BLOCKWISE.tiles(self.problem)).for_gradient()
-        stats = residuals.stats.in_base_e(self.log_base)
-        return dataclasses.replace(self, choice=choice), residuals._replace(stats=stats)
+        (x, o, stats), log_base = residuals, self.log_base
+        if x.sinks is not None:  # clipped as those that the maxima are of
+            x = x._replace(sinks=log_base.to_e(sink_scores(x.sinks, log_base)))
+        residuals = Residuals(x, o, stats.in_base_e(log_base))
+        return dataclasses.replace(self, choice=choice), residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,21 +269,11 @@ def lse_and_largest(log_base: LogBase, problem: Problem, operands: Operands, sta
     lse = stats.lse(log_base)
     if operands.sinks is not None:
         sinks = operands.sinks[None, :, None]
-        lse = _with_tangent_of(lse, jnp.where(lse < 2e38, lse, jnp.maximum(lse, sinks)))
+        at_end = jnp.maximum(lse, sinks)
+        lse = online_softmax.with_tangent_of(lse, jnp.where(lse < 2e38, lse, at_end))
     if not problem.max_logits:
         return lse, None
     return lse, lax.stop_gradient(log_base.to_e(stats.largest))
-
-
-@jax.custom_jvp
-def _with_tangent_of(lse, value):
-    """Returns the value, with the derivative of lse."""
-    return value
-
-
-@_with_tangent_of.defjvp
-def _(primals, tangents):
-    return primals[1], tangents[0]
 
 
 def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradients:
@@ -336,10 +329,15 @@ def zero_padded_rows(operands: Operands, do, dlse):
 
 def sink_weights(sinks, rows: RowScale, log_base: LogBase = LogBase.E):
     """The softmax weights [B, N, T] of the sinks, the logits that each row has one of."""
-    # as in online_softmax.start, a maximum separates product and difference: a multiply-add would
-    # round differently from lse
-    s = jnp.where(sinks == -jnp.inf, sinks, online_softmax.finite(log_base.from_e(sinks)))
+    s = sink_scores(sinks, log_base)
     return log_base.power(s[None, :, None] - rows.m) * rows.inverse_sum
+
+
+def sink_scores(sinks, log_base: LogBase):
+    """The sinks as scores, clipped as in online_softmax.start; -inf remains."""
+    # the maximum separates product and difference: a multiply-add would round differently from lse
+    s = online_softmax.finite(log_base.from_e(sinks))
+    return jnp.where(sinks == -jnp.inf, sinks, s)
 
 
 def _map_floats(identity: Callable, x: Operands) -> Operands:

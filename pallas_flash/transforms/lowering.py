@@ -10,13 +10,12 @@ import functools
 import logging
 
 import jax
-import jax.numpy as jnp
 
 from pallas_flash.jax_support import hardware, jax_internals
 from pallas_flash.jax_support.jax_internals import mlir
 from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.log_base import LogBase
-from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState
+from pallas_flash.tiled.online_softmax import SoftmaxState, finite
 from pallas_flash.transforms import equation
 
 GPUS = "cuda", "rocm"  # platforms
@@ -100,4 +99,4 @@ def like_kernels(stats: SoftmaxState, like: SoftmaxState, log_base: LogBase) -> 
     top = None if like.top is None else log_base.from_e(stats.largest)
     if like.l is None:
         return SoftmaxState(log_base.from_e(stats.lse(LogBase.E)), None, top)
-    return stats._replace(m=jnp.maximum(log_base.from_e(stats.m), LOWEST), top=top)
+    return stats._replace(m=finite(log_base.from_e(stats.m)), top=top)

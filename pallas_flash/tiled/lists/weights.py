@@ -39,7 +39,9 @@ def _of_head(head: ListHead, tiles: Tiles, x: Operands, lse):
 
     def step(nothing, _, tile: Tile, entries: Entries, q, lse):
         s = logits.of_products(*tile.products(q, entries.gather(tile, key)))
-        p = jnp.where(tile.visible, jnp.exp(s * logits.exponent_scale - lse), 0)
+        # lse may be -inf where a bias hides all keys
+        seen = tile.visible & (s != -jnp.inf)
+        p = jnp.where(seen, jnp.exp(s * logits.exponent_scale - lse), 0)
         return nothing, jnp.sum(p, 2)
 
     return by_query.WALK.each_tile(head, tiles, step, (), None, query, head.each_row(lse))[1]
