@@ -15,7 +15,7 @@ from meshes import make_mesh, put
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks
-from pallas_flash.masks import block_types
+from pallas_flash.masks import block_types, list_table
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import schedule
 from scripts import draw_mask
@@ -73,6 +73,25 @@ def test_a_map_of_other_blocks_tells_nothing_wrong(block, block_q, block_k):
     assert np.all((recut == exact) | (recut == block_types.PARTIAL))
     if block_q % block == block_k % block == 0:
         np.testing.assert_array_equal(recut, exact)
+
+
+LISTED = {  # lists of blocks and what lies beside them, of so many queries and keys
+    "whole blocks": ([masks.KeyLists([[[0]], [[1]]], 64, 64)], 128, 128),
+    "over both ends": ([masks.KeyLists([[[0, 1]]] * 2, 64, 64)], 100, 90),
+    "wider and lower blocks": ([masks.KeyLists([[[0]]] * 4, 128, 32)], 128, 256),
+    "a rule": ([masks.KeyLists([[[0]]] * 4, 128, 32), masks.Dilated(3)], 128, 256),
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_table_of_lists_calls_no_block_full_or_empty_that_is_not(name):
+    """In a full block kernels ask no mask_mod."""
+    (lists, *others), T, S = LISTED[name]
+    resolved_mask = masks.resolve([lists.fitting((1,), T, 1, 1), *others], 1, T, S, 0)
+    found = np.asarray(list_table.with_table(resolved_mask, 1, T).mask_mod.block_types)
+    exact = np.asarray(block_types.compute(resolved_mask, 1, 1, T, 64, 64))
+    assert np.all((found == exact) | (found == block_types.PARTIAL))
+    assert np.any(found == block_types.FULL) == (name != "a rule")
 
 
 def test_a_list_names_the_partial_blocks_then_the_full_ones():

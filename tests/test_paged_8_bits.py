@@ -150,6 +150,14 @@ def test_a_hopper_gpu_reads_by_default_pages_in_8_bits_and_of_wide_values(stored
         assert attend.choose(problem, Pages(shapes, stored, False), None).name == "hopper"
 
 
+@pytest.mark.parametrize(
+    "alone, sizes", [(None, [1, 1]), ("keys", [1, 2]), ("values", [2, 1])], ids=str
+)
+def test_of_keys_or_values_alone_in_8_bits_the_others_are_as_wide_as_the_query(alone, sizes):
+    pages = Pages(((9, 64, 2, 64),) * 2, "int8", False, alone)
+    assert pages.itemsizes("bfloat16") == sizes
+
+
 @pytest.mark.parametrize("stored, of_page", [("int8", "k_pages"), ("float8_e4m3fn", "v_pages")])
 def test_pages_in_8_bits_that_jax_cannot_index_are_refused(stored, of_page):
     shape = jax.ShapeDtypeStruct

@@ -97,7 +97,7 @@ class KeyLists(Mask):
 
     def with_letter(self, heads: int, kv_heads: int) -> "KeyLists":
         """These lists with the letter of L, by which devices share them."""
-        letters = {1: "C", kv_heads: "K", heads: "N"} | {1: "C"}
+        letters = {kv_heads: "K", heads: "N"}
         return dataclasses.replace(self, heads_letter=letters.get(self.indices.shape[-2], "C"))
 
     def resolve(self, keys: int) -> ResolvedLists:
