@@ -199,7 +199,7 @@ def flash_attention(
       key_value_seq_lengths: int32 [*B]; keys from there on are padding.
       local_window_size: w or (left, right): query i sees keys i + query_offset - left to i +
         query_offset + right, both inclusive; None on a side is no limit. A window is not causal by
-        itself.
+        itself. Static; `masks.Window` takes arrays.
       implementation: "hopper" (Mosaic GPU kernels for H100 and H200), "blackwell" (for B200 and
         B300), "ampere" (for NVIDIA GPUs from A100 and RTX 30 on), "triton" (Pallas' Triton
         lowering), "blockwise" (plain JAX) or "reference" (dense). A named implementation runs the
