@@ -27,13 +27,15 @@ def merge_attention(
     log-sum-exp of the lse_i. This is how split-KV decoding joins its splits (Flash-Decoding), and
     how a prefix that many rows share is read once (Hydragen, arXiv:2402.05099).
 
-    Each key must be in one part, and sinks in the call of one part.
+    Each key must be in one part, and sinks in the call of one part. The gradient of output_i is p_i
+    times that of the output, in their dtype: float16 loses it below 6e-8, and a part with a small
+    share has no exact gradient by sinks. Scale the loss, or pass bfloat16.
 
     Args:
       outputs: the output of each part, in one floating dtype.
       lses: the log-sum-exp of each part, in base e, as `flash_attention` returns it with
         return_residual=True. Where it is -inf, the query saw no key of this part, whose output then
-        counts for nothing, NaN too.
+        counts for nothing, NaN too; where it is inf, as of an infinite sink, this part is all.
 
     Returns:
       The output, in the dtype of outputs, and its log-sum-exp, float32, or float64 for float64. A
