@@ -249,8 +249,8 @@ def merge(parts: Sequence[SoftmaxState], log_base: LogBase, differentiable: bool
 
 
 def merge_axis(o, parts: SoftmaxState, axis: int, log_base: LogBase):
-    """Merges the outputs o [..., Hv] and the states [...], without a top, of many sets of keys along
-    an axis: as `merge`, in a few kernels of XLA's however many they are."""
+    """Merges the outputs o [..., Hv] and the states [...], without a top, of many sets of keys
+    along an axis: as `merge`, in a few kernels of XLA's however many they are."""
     maxima, sums = _with_sum(parts)
     highest = lax.stop_gradient(jnp.max(maxima, axis, keepdims=True))
     sums = sums * log_base.power(maxima - highest)

@@ -50,8 +50,8 @@ def why_not(problem: Problem) -> str | None:
 
 
 def max_rows(head_size: int, values_are_keys: bool) -> int:
-    """Most rows T N / K: one tile of 64, or eight for the wide latents of MLA, which no other kernel
-    takes: those of four new tokens of 128 heads."""
+    """Most rows T N / K: one tile of 64, or eight for the wide latents of MLA, which no other
+    kernel takes: those of four new tokens of 128 heads."""
     return 8 * MAX_ROWS if values_are_keys and head_size > WIDE else MAX_ROWS
 
 
