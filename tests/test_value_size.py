@@ -176,7 +176,7 @@ BY_MOSAIC = {
     "MLA": (576, 512, 128, None, None, False),
     "MLA, pages": (576, 512, 16, 64, None, False),
     "MLA, small pages": (576, 512, 16, 8, None, False),
-    "MLA, in 8 bits": (576, 512, 128, 16, "float8_e4m3fn", False),
+    "MLA, in 8 bits": (576, 512, 72, 16, "float8_e4m3fn", False),
     "MLA, pages of 64 in 8 bits": (576, 512, 16, 64, "int8", False),  # and float16
     "one warpgroup": (320, 256, 8, None, None, False),
     "one warpgroup, in 8 bits": (320, 256, 8, 64, "int8", False),
@@ -204,7 +204,7 @@ def test_by_mosaic_output_lse_and_maxima_equal_the_oracle_without_a_race(
     """With sinks, a window, a soft cap; NaN where nobody looks, and an empty row."""
     head, size, heads, page, stored, has_values = BY_MOSAIC[name]
     monkeypatch.setattr(decoding, "K", 1)
-    T, lengths = 1 if heads > 64 else 2, ints(150, 256, 0)
+    T, lengths = 2, ints(150, 256, 0)
     dtype = "float16" if stored == "int8" else "bfloat16"
     of_pages = page or 64, lengths, 256 // (page or 64), (head, size), dtype, stored
     call, rows = pool(rng, *of_pages)
@@ -284,11 +284,19 @@ def test_explain_says_how_many_bytes_of_a_token_are_read():
         assert "reads           1152 bytes of each token and key/value head" in str(of_keys)
         assert of_keys.implementation == "hopper" and of_keys.tiles.decode.warpgroups == 2
         assert explain_paged(q, *in_8_bits, value_size=512, **scales).token_bytes == 580
+        for T in (2, 4):  # speculative decoding
+            q = array(4, T, 128, 576)
+            assert explain(q, k, None, value_size=512, is_causal=True).token_bytes == 1152
+            assert explain_paged(q, *in_8_bits, value_size=512, **scales).token_bytes == 580
+        q = array(4, 5, 128, 576)
+        reason = "decoding has up to 512 rows, T N / K; got 5 x 128"
+        assert reason in explain(q, k, None, value_size=512).why_not["hopper"]
+        assert reason in explain_paged(q, *in_8_bits, value_size=512, **scales).why_not["hopper"]
         assert explain(array(4, 1, 64, 576), k, v, implementation="hopper").token_bytes == 2176
 
 
-@pytest.mark.parametrize("head, most", [(256, 64), (264, 128)])
-def test_a_key_head_has_two_tiles_of_rows_where_no_other_kernel_knows_its_size(head, most):
+@pytest.mark.parametrize("head, most", [(256, 64), (264, 512)])
+def test_a_key_head_has_eight_tiles_of_rows_where_no_other_kernel_knows_its_size(head, most):
     def decodes(rows):
         q, k = (jax.ShapeDtypeStruct((1, *n, head), "bfloat16") for n in ((1, rows), (512, 1)))
         return split_kv.is_decoding(explain(q, k, None, value_size=256).problem)

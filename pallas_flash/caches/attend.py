@@ -61,7 +61,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
         call = call.replace(query_offset=keys - new)
     if cu_seqlens is None:
         return call, None
-    most = split_kv.max_rows(sizes["H"], call.v_pages is None)
+    most = split_kv.max_ragged_rows(sizes["H"], call.v_pages is None)
     tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * sizes["K"] // N))
     return tiles.rows_of(call), tiles
 

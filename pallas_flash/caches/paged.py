@@ -165,11 +165,10 @@ def paged_attention(
 
     Args:
       query: [B, T, N, H], the newest tokens of each row, or with cu_seqlens_q [T, N, H]; N is a
-        multiple of K. With up to 64 rows, T N / K, pages are read where they lie; with up to 128,
-        where v_pages is None and H is above 256. With more, as in
-        a prompt, all pages in the table are first copied in order, and the kernels of
-        `flash_attention` run; "blockwise" copies them only if they hold no more keys than there are
-        rows.
+        multiple of K. With up to 64 rows, T N / K, pages are read where they lie; with up to 512,
+        where v_pages is None and H is above 256. With more, as in a prompt, all pages in the table
+        are first copied in order, and the kernels of `flash_attention` run; "blockwise" copies them
+        only if they hold no more keys than there are rows.
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv]; or None, with value_size.
       page_table: int32 [B, pages of a row].

@@ -39,7 +39,9 @@ def why_not_with_decoding(problem: Problem, multiply: str, widest: int) -> str |
     p = problem
     has_lists = p.resolved_mask.lists is not None
     if not has_lists and (p.head_size <= widest or not split_kv.is_decoding(p)):
-        return operations.why_not(p, multiply, widest)
+        has_latents = p.head_size > widest and p.values_are_keys and p.is_static
+        rows = split_kv.why_not(p) if has_latents else None
+        return joined(operations.why_not(p, multiply, widest), rows)
     beside_lists = _why_no_lists(p) if has_lists else None
     lacking = operations.why_not(p, multiply, max(p.head_size, p.value_size))
     return joined(lacking, beside_lists, _why_no_decoding(_in_16_bits(p)))
