@@ -146,6 +146,7 @@ WITHOUT_KEYS = {  # the last two of six queries
 PADDING = [*WITHOUT_KEYS][:4]
 
 
+@pytest.mark.whole("triton", "standard", "flash1")
 @pytest.mark.parametrize("way", WITHOUT_KEYS)
 @pytest.mark.parametrize(
     "implementation", ["blockwise", "reference", "triton", "standard", "flash1"]

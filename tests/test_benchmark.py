@@ -148,6 +148,7 @@ def test_the_backward_is_timed_alone_and_has_its_own_flops(run):
     assert o != gradients and worst == pytest.approx(max(o, gradients), rel=0.1)
 
 
+@pytest.mark.whole
 def test_decoding_is_timed_beside_the_bytes_of_a_copy(run, monkeypatch):
     copy = ceilings.copy
     monkeypatch.setattr(ceilings, "copy", lambda *args: copy(*args)._replace(speed=1e9))
@@ -236,6 +237,7 @@ def wrong_in_its_last_row(case, q, k, v):
     return o.at[:, -1].set(jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)[:, -1])
 
 
+@pytest.mark.whole
 def test_a_wrong_result_is_reported_and_not_timed(peer, run):
     peer("careless", wrong_in_its_last_row)
     rows, printed = run("careless", "--dtype bfloat16", status=1)

@@ -38,6 +38,7 @@ def main():
     raise SystemExit(benchmark.main())
 
 
+@pytest.mark.whole
 def test_a_case_that_crashes_or_hangs_costs_what_was_not_yet_measured_of_it(
     run, as_on_a_gpu, monkeypatch, tmp_path
 ):

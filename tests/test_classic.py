@@ -30,6 +30,7 @@ def test_every_mask_gives_the_oracles_results(name, implementation, rng):
     test_attention.test_every_mask_gives_the_oracles_output_and_gradients(name, implementation, rng)
 
 
+@pytest.mark.whole("standard")
 @pytest.mark.parametrize("name", whole_but(SIZES, "more_queries", "head_256"))
 def test_every_size_gives_the_oracles_results(name, implementation, rng):
     test_attention.test_every_size_gives_the_oracles_output_and_gradients(name, implementation, rng)

@@ -44,6 +44,7 @@ def names(doctests):
     return doctests[0]
 
 
+@pytest.mark.whole
 def test_the_code_runs_and_prints_what_the_text_says(doctests):
     assert doctests[1] == (0, TEXT.count("\n>>> "))
 
@@ -140,6 +141,7 @@ def drawn(tmp_path_factory):
     return folder
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", draw_design.PICTURES)
 def test_a_picture_is_what_the_script_draws_today(name, drawn):
     committed = DESIGN.parent / "design" / f"{name}.svg"

@@ -92,7 +92,7 @@ def resolved(value: bool | None) -> dict[str, bool]:
     return found
 
 
-FRESH = whole_but(READ, "", OPS, f"{NO_OTHERS}=true")
+FRESH = whole_but(READ, f"{NO_OTHERS}=true")
 
 
 @pytest.mark.parametrize("text", FRESH)

@@ -40,6 +40,7 @@ CASES = {
 }
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize(
     "name", whole_but(CASES, "causal", "scale", "bias and mask", "window of two sides", "lengths")
 )

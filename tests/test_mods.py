@@ -247,6 +247,7 @@ def test_what_depends_on_no_scalar_is_computed_before_and_captured(name, constan
         assert not {"iota", "dynamic_slice"} & (score.primitives | mask.primitives)
 
 
+@pytest.mark.whole
 def test_a_rule_leaks_no_tracers():
     with jax.checking_leaks():
         for function in WITH_DERIVATIVES.values():
@@ -362,6 +363,7 @@ def test_a_rule_with_effects_is_refused_everywhere_in_the_same_sentence(name):
             run(jnp.arange(2))
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("implementation", ["blockwise", "reference", "triton"])
 def test_a_rule_knows_its_place_on_an_axis_with_a_name(implementation):
     x = jax.random.normal(jax.random.key(1), (2, 1, 8, 1, 4))

@@ -81,6 +81,7 @@ def gradients(attend):
 JAX_NN = gradients(lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, scale=1.0))
 
 
+@pytest.mark.whole("standard")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton", "standard"])
 def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, rng):
     """One compiled program for all cases. Beside twice their error a few float32 roundings are let
@@ -92,6 +93,7 @@ def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, r
     assert not worse_than_jax_nn(attend, 1.0, CASES, OUTPUTS, rng)
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton"])
 def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, rng):
     """scale * q k^T and less the maximum must be no one multiply-add, whose result exceeds 0 by the

@@ -89,6 +89,7 @@ def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, r
     equals()
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.usefixtures("small_splits")
 def test_a_score_mod_equals_the_reference_with_pages_and_without_and_in_the_gradient(
     implementation, rng
@@ -237,6 +238,7 @@ ANY = (
 )
 
 
+@pytest.mark.whole("standard", "flash1")
 @pytest.mark.parametrize("stored", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("implementation", ANY)
 def test_a_piece_of_a_prompt_equals_the_oracle_by_any_implementation_whatever_nobody_sees(

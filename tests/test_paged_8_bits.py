@@ -212,6 +212,7 @@ def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monke
     assert memory.temp_size_in_bytes < part * 2 * 8 * 8192 * 8 * 128
 
 
+@pytest.mark.whole
 @pytest.mark.gpu
 def test_the_output_of_a_cache_in_8_bits_errs_by_1_4_and_8_percent(rng):
     q, k, v = (normal(rng, 1, length, 8, 128) for length in (4, 2048, 2048))

@@ -101,6 +101,7 @@ RAGGED = {
 }
 
 
+@pytest.mark.whole("reference", "standard")
 @pytest.mark.parametrize("implementation, stored", RAGGED.values(), ids=RAGGED)
 def test_ragged_tokens_get_what_padded_ones_get(implementation, stored, rng):
     """From a cache to which they are appended ragged and padded. Of the second row there is

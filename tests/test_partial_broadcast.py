@@ -10,6 +10,7 @@ from check import equal, value_and_gradients
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
+from selection import whole_but
 
 from pallas_flash import attention_weights, explain, flash_attention, masks
 from pallas_flash.context_parallel import Ring
@@ -29,6 +30,7 @@ def outputs_and_gradients(implementation, x, bias, **kw):
     return value_and_gradients(attend, (0, 1, 2, 3))(*x, bias)
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("implementation", ["blockwise", "triton", "reference"])
 @pytest.mark.parametrize("of_bias", [(2, 1, 1), (1, 3, 1), (3, 2), (2, 1, 2), (2, 3, 1), (1, 1, 2)])
 def test_it_is_as_one_that_is_copied_to_all_and_the_gradient_has_its_shape(
@@ -83,7 +85,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other", whole_but(OTHERS, "offsets", "ids", "a rule by batch row", "sinks and a scale by head")
+)
 def test_all_other_arguments_stay_with_their_batch_rows(other, rng):
     lead = (2, 3)
     (x, normal), kw = arrays(rng, lead), OTHERS[other](lead, rng)

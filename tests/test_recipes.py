@@ -401,7 +401,14 @@ def output_and_gradients(f, x, arrays, do):
     return o, vjp(do)[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.recipe)
+SLOW = "nsa", "msa", "vsa", "differential", "v4"  # "dsa", "moba" and the others are like these
+ROWS = [
+    pytest.param(case, id=case.recipe, marks=[pytest.mark.whole] * (case.recipe in SLOW))
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize("case", ROWS)
 def test_a_recipe_is_its_dense_formula_with_its_gradients(case, rng):
     arrays = {name: x for name, x in case.inputs.items() if not isinstance(x, tuple)}
     x = {

@@ -104,6 +104,7 @@ def test_those_that_are_ready_print_compare_and_go_through_jit(rng):
     )
 
 
+@pytest.mark.whole("triton")
 def test_alibi_gives_each_packed_sequence_its_slopes_and_their_gradient(implementation, rng):
     ends = ENDS, KEY_ENDS
     packed = masks.Varlen(*ends)
