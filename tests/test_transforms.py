@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import BROADCASTS, Sizes, bias, dense_mask, normal, qkv
 from check import strict_64_bits, value_and_gradients
+from selection import whole_but
 
 from pallas_flash import flash_attention, masks, scores
 from pallas_flash.transforms import equation
@@ -33,6 +34,7 @@ def test_jit_and_eager_agree_and_value_and_grad_works(implementation, rng):
     equal(gradients(*x), jax.jit(gradients)(*x))
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("axes", [(0, 0, 0), (3, 0, 1), (0, None, None), (None, 1, 2)], ids=str)
 def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, rng):
     moved = lambda x, axis: (
@@ -148,7 +150,16 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("case", MAPPED)
+@pytest.mark.parametrize(
+    "case",
+    whole_but(
+        MAPPED,
+        "documents of its own, lengths of all",
+        "a bias of all, for each batch row",
+        "sinks of its own",
+        "a score_mod and a rule that count batch rows",
+    ),
+)
 def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_copied(case, rng):
     given, forward, backward = MAPPED[case]
     given = given(rng)

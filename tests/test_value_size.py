@@ -60,6 +60,7 @@ def latents(rng, T, S=301, heads=N, dtype="float32"):
     return list(map(jnp.asarray, arrays(rng, T, S, dtype, H, heads=heads)[:2]))
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("T", [3, 40])
 @pytest.mark.parametrize("implementation", whole_but(IMPLEMENTATIONS, "blockwise", "triton"))
 def test_results_and_derivatives_are_those_of_the_copy(implementation, T, rng):
