@@ -153,6 +153,16 @@ def test_the_backward_of_a_group_of_heads_in_parts_lowers(head, monkeypatch):
         lower(("nothing",), "hopper", (head, head), N=4, K=1)
 
 
+def test_the_backward_of_calls_that_share_keys_is_no_loop(monkeypatch):
+    q, k = (jax.ShapeDtypeStruct((*n, 1, T, 2, 64), "bfloat16") for n in [(5,), ()])
+    attend = functools.partial(flash_attention, implementation="hopper")
+    gradients = jax.grad(lambda q, k: attend(q, k, k).astype("float32").sum(), (0, 1))
+    with limited_to(GPU["H200"], monkeypatch):
+        traced = jax.jit(jax.vmap(gradients, (0, None))).trace(q, k)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@mosaic_gpu" in text and "stablehlo.while" not in text
+
+
 DECODING = [
     ("nothing",),
     ("`query_seq_lengths`",),

@@ -146,6 +146,23 @@ def test_where_both_orders_of_the_backward_fail_the_next_family_runs(install, ch
     )
 
 
+@pytest.mark.parametrize("order, taken", [("in order", None), ("in any order", refused)])
+def test_of_calls_that_share_keys_the_backward_in_order_runs_where_it_is_right(
+    order, taken, install
+):
+    ran = []
+    any_order = lambda *args: (ran.append("in any order"), fakes.REFERENCE.backward(*args))[1]
+    in_order = lambda *args: (ran.append("in order"), fakes.REFERENCE.backward(*args))[1]
+    install(fakes.with_two_orders(any_order, taken or in_order))
+    attend = lambda q: flash_attention(q, fakes.QUERY, fakes.QUERY)
+    gradient = jax.grad(lambda q: jnp.sum(jnp.sin(attend(q))))
+    told = pytest.warns(RuntimeWarning, match="deterministic failed .* one call after another")
+    with told if taken else contextlib.nullcontext():
+        found = jax.vmap(gradient)(fakes.QUERY[None])
+    assert ran[-1] == order
+    close(found[0], gradient(fakes.QUERY), 1e-5)
+
+
 def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
     install, checked, verdict_folder, monkeypatch
 ):

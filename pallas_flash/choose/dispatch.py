@@ -55,8 +55,8 @@ def attend(call: Call):
 def _choose(call: Call, problem: arguments.Problem, operands: arguments.Operands):
     name = selection.requested(call.implementation)
     problem, choice = selection.choose(problem, name)
-    is_requested = name is not None
-    return problem, kernel_pass.wrap(choice, operands, is_requested, selection.checked_tangent)
+    checked = selection.checked_tangent, selection.is_right
+    return problem, kernel_pass.wrap(choice, operands, name is not None, *checked)
 
 
 def _unflatten_batch(call: Call, problem: arguments.Problem, o, *row_outputs):

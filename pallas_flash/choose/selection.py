@@ -140,6 +140,12 @@ def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
     return backend.tangent(problem, tiles, *args)
 
 
+def is_right(backend: Backend, problem: Problem) -> bool:
+    """Whether kernels that calls under vmap would run side by side pass the self-check."""
+    instead = "the kernels of one call after another"
+    return verdicts.first_right(backend, [problem], instead=instead).problem is not None
+
+
 def reasons(
     taken: Backend, implementation: str | None, objections: Objections
 ) -> tuple[dict[str, str], str | None]:

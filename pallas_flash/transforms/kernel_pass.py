@@ -39,6 +39,8 @@ class KernelPass(lowering.ByPlatform, Pass):
     mesh: AxisType | None
     # the tangent of kernels that nobody requested: checked where it is first asked for
     checked_tangent: Callable
+    # (backend, problem) -> whether kernels that nobody requested pass that check
+    is_right: Callable
     problem: Problem | None = None
     tiles: Any = None
 
@@ -90,13 +92,24 @@ class KernelPass(lowering.ByPlatform, Pass):
         merged = self._merge(size, leaves, in_axes, in_tree)
         problem = None if merged is None else self.problem.of_part(merged[0])
         if problem is None or self.backend.why_not(self.backend.converted(problem)):
-            tiles = self.backend.for_calls(self.tiles, self.backend.converted(self.problem), size)
-            side_by_side = dataclasses.replace(self.within(in_axes), tiles=tiles)
+            side_by_side = self.within(in_axes)._for_calls(size)
             jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
             return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)
         results = self(problem, self.backend.tiles_like(self.tiles, problem), *merged)
         split = lambda y: y.reshape(size, self.problem.batch, *y.shape[1:])
         return list(map(split, jax.tree.leaves(results)))
+
+    def _for_calls(self, size: int) -> "KernelPass":
+        """The pass of `size` calls side by side. A backward in any order adds to zeros that it is
+        given, and jax runs such kernels one call after another: the one in order runs instead."""
+        problem, tiles = self.problem, self.tiles
+        if self.name == "backward":
+            _, *in_order = self.backend.variants(problem)
+            for other in in_order:
+                if self.is_requested or self.is_right(self.backend, other):
+                    problem, tiles = other, self.backend.tiles(self.backend.converted(other))
+        tiles = self.backend.for_calls(tiles, self.backend.converted(problem), size)
+        return dataclasses.replace(self, problem=problem, tiles=tiles)
 
     def _over_mesh(self, axis, leaves, in_axes, in_tree):
         """The results of calls that lie on this axis of an explicit mesh."""
@@ -175,7 +188,11 @@ class KernelPass(lowering.ByPlatform, Pass):
 
 
 def wrap(
-    choice: Choice, operands: Operands, is_requested: bool, checked_tangent: Callable
+    choice: Choice,
+    operands: Operands,
+    is_requested: bool,
+    checked_tangent: Callable,
+    is_right: Callable,
 ) -> Choice:
     """The choice, each pass a `KernelPass` on the mesh that the operands lie on. The reference is
     products and sums, which vmap maps and XLA's partitioner cuts by themselves."""
@@ -187,7 +204,8 @@ def wrap(
     if is_dense and mesh is None:
         return choice
     traced_without_gpu = hardware.here().platform != "gpu"
-    choice = choice.wrap(KernelPass, is_requested, traced_without_gpu, mesh, checked_tangent)
+    checked = checked_tangent, is_right
+    choice = choice.wrap(KernelPass, is_requested, traced_without_gpu, mesh, *checked)
     if mesh is AxisType.Auto:
         # jax looks into the jaxpr of a program for equations whose lowering needs the devices
         return choice._replace(backend=choice.backend._replace(results_like=trace_now))
