@@ -340,6 +340,11 @@ BAD = {
         ValueError,
         "reference, flash1, standard, or jax.nn's xla .* got 'portable'",
     ),
+    "an array for an implementation": (
+        dict(implementation=np.zeros(2)),
+        ValueError,
+        r"implementation must be None or one of .*; got array\(\[0\., 0\.\]\)\.",
+    ),
     "tokamax's implementation": (
         dict(implementation="mosaic"),
         ValueError,

@@ -25,7 +25,7 @@ def choose(problem: Problem, name: str | None = None, check: bool = True) -> tup
 
 def requested(implementation: str | None = None) -> str | None:
     """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
-    if implementation not in (None, *JAX_NN_NAMES):
+    if not isinstance(implementation, str | None) or implementation not in (None, *JAX_NN_NAMES):
         return implementation
     name, names = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None, implementations.names()
     if name not in (None, *names):
@@ -85,7 +85,7 @@ def first(
         backend, problem = next(pair for pair in found if pair[1] is not None)
         if objections.check:
             _warn_of_rules(backend, objections)
-    elif name in implementations.names():
+    elif isinstance(name, str) and name in implementations.names():
         backend = implementations.find(name)
         if why_not := objections.cannot(backend):
             raise NotImplementedError(
