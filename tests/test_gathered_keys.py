@@ -18,6 +18,7 @@ from pallas_flash import explain, flash_attention, masks
 from pallas_flash.accounting import GPUS
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import small_problems, verdicts
+from pallas_flash.kernels.mma import gather
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
@@ -112,6 +113,41 @@ def test_output_and_lse_equal_the_oracle_without_a_race(implementation, name, rn
     assert found[0].dtype == q.dtype
     equal_the_oracle(found, q, rows, **kw)
     assert not races.found
+
+
+WIDTHS = {  # the bytes of a row, and a swizzle that divides them
+    "heads of 64": (128, 128),
+    "three tiles side by side, some lanes have none": (384, 128),
+    "latents": (1152, 128),
+    "heads of 80": (192, 64),
+    "heads of 48": (96, 32),
+    "heads of 16": (32, 32),
+}
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64])
+@pytest.mark.parametrize("name", WIDTHS)
+def test_a_gather_copies_each_byte_of_each_row_to_its_place_in_the_swizzled_tiles(name, rows):
+    """jax's GPU interpreter has other code in place of these offsets."""
+    width, swizzle = WIDTHS[name]
+    lanes = gather.Lanes.of(rows, swizzle)
+    copy = gather.Copy(lanes, swizzle, width)
+    slot = np.full((rows * width // gather.CHUNK, 2), -1)  # the row and the byte of each chunk
+    for thread in range(gather.WARPS * gather.LANES):
+        place, (warp, lane) = copy.place(thread), divmod(thread, gather.LANES)
+        first = warp * lanes.rows + lane // lanes.chunks % lanes.rows  # as Lanes.layout has them
+        for n, row in enumerate(range(first, rows, gather.WARPS * lanes.rows)):
+            for step in copy.steps(n):
+                if place.tile < step.tiles:
+                    at = (copy.target(place) + step.target) // gather.CHUNK
+                    assert slot[at, 0] == -1
+                    slot[at] = row, copy.source(place) + step.source
+    # CUDA's swizzle: bits 4 to 6 of an address are exchanged by bits 7 to 9, as many as it has
+    row, byte = np.indices((rows, width // gather.CHUNK)).reshape(2, -1)
+    byte *= gather.CHUNK
+    at = row // 8 * 8 * width + byte // swizzle * 8 * swizzle + row % 8 * swizzle + byte % swizzle
+    at ^= (at >> 7) % (swizzle // 16) << 4
+    np.testing.assert_array_equal(slot[at // gather.CHUNK], np.stack([row, byte], 1))
 
 
 @needs_interpreter

@@ -32,6 +32,9 @@ from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
 from pallas_flash import masks, paged_attention, paged_cache
+from pallas_flash.kernels.mma import listed_keys
+from pallas_flash.masks.resolved_lists import ResolvedLists
+from pallas_flash.problem.page_layout import PageLayout, PageTable
 from pallas_flash.tiled import split_kv
 
 pytestmark = pytest.mark.usefixtures("small_caches")
@@ -233,3 +236,11 @@ def test_on_a_mesh_each_device_attends_by_the_lists_of_its_rows_and_heads(L, rng
     found = run(q, indices, placed)
     assert found[0].sharding.spec == P("b", None, "h", None)
     equal(found, expected, 1e-6)
+
+
+def test_entries_that_name_nothing_lead_to_pages_that_exist():
+    """A kernel copies what they lead to, too."""
+    lists = ResolvedLists.of(jnp.array([[[[0, -1, 9]]]]), block=8, query_block=1, keys=16)
+    table = listed_keys.ListTable(listed_keys._ascending(lists), lists.block, 1, 1)
+    pages = PageTable(jnp.array([[3, 1]]), 8, PageLayout())
+    np.testing.assert_array_equal(listed_keys._in_pages(table, pages).entries.ravel(), [3, 1, 1])

@@ -1,7 +1,7 @@
 """A gather: rows of a matrix in global memory, by their numbers, to shared memory by cp.async."""
 
-import functools
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -42,58 +42,128 @@ class Lanes(NamedTuple):
         )
 
 
+class Int(NamedTuple):
+    """An int32 of a kernel that computes as an int does, with ints; all are at least 0."""
+
+    value: Any
+
+    @classmethod
+    def of(cls, n) -> "Int":
+        """An int as a constant; an Int itself."""
+        i32 = mgpu.utils.ir.IntegerType.get_signless(32)
+        return n if isinstance(n, Int) else cls(mgpu.utils.arith.constant(i32, n))
+
+    def _compute(self, operation: str, other) -> "Int":
+        return Int(getattr(mgpu.utils.arith, operation)(self.value, Int.of(other).value))
+
+    def __add__(self, other):
+        return self._compute("addi", other)
+
+    def __mul__(self, other):
+        return self._compute("muli", other)
+
+    def __xor__(self, other):
+        return self._compute("xori", other)
+
+    def __divmod__(self, other):
+        return self._compute("divui", other), self._compute("remui", other)
+
+
+class Place(NamedTuple):
+    """Where the first chunk that a thread copies lies, each an int or an Int."""
+
+    tile: Any  # of those that its warp copies at once
+    chunk: Any  # of a row of the tile
+    rows_of_tiles: Any  # before it in its slot
+    tile_row: Any
+    exchanged: Any  # where the swizzle puts the chunk
+
+
+class Step(NamedTuple):
+    """A copy by all threads: how far from the first chunk it is."""
+
+    tiles: int  # that are left, fewer than a warp copies at once in the last step
+    source: int  # bytes
+    target: int
+
+
+class Copy(NamedTuple):
+    """How four warps copy rows of `row_bytes` to a slot of this swizzle."""
+
+    lanes: Lanes
+    swizzle: int
+    row_bytes: int
+
+    def place(self, thread) -> Place:
+        """What a thread, an int or an Int, copies first."""
+        lanes = self.lanes
+        warp, lane = divmod(thread, LANES)
+        lane, chunk = divmod(lane, lanes.chunks)
+        tile, row = divmod(lane, lanes.rows)
+        rows_of_tiles, tile_row = divmod(warp * lanes.rows + row, TILE_ROWS)
+        # the chunks of 128 bytes of a tile are exchanged by the number of these
+        exchanged = chunk ^ divmod(tile_row, SWIZZLES[0] // self.swizzle)[0]
+        return Place(tile, chunk, rows_of_tiles, tile_row, exchanged)
+
+    def target(self, place: Place):
+        """Its bytes from the start of a slot."""
+        of_tiles = place.rows_of_tiles * (TILE_ROWS * self.row_bytes)
+        of_tile = of_tiles + place.tile * (TILE_ROWS * self.swizzle)
+        return of_tile + place.tile_row * self.swizzle + place.exchanged * CHUNK
+
+    def source(self, place: Place):
+        """Its bytes from the start of its row."""
+        return place.tile * self.swizzle + place.chunk * CHUNK
+
+    def steps(self, n: int) -> Iterator[Step]:
+        """The copies of a row: the n-th of those whose numbers a thread has."""
+        tiles, to_row = self.row_bytes // self.swizzle, n * WARPS * self.lanes.rows * self.row_bytes
+        for first in range(0, tiles, self.lanes.tiles):
+            target = to_row + first * TILE_ROWS * self.swizzle
+            yield Step(tiles - first, first * self.swizzle, target)
+
+
 def copy_rows(source, numbers, slot, swizzle: int):
     """Begins to copy the rows of a matrix that have these numbers, which are in the layout of
     `Lanes`, to the rows of a slot of this swizzle, as one copy by cp.async."""
     rows, width = slot.shape
-    lanes, dtype = Lanes.of(rows, swizzle), np.dtype(slot.dtype)
+    dtype = np.dtype(slot.dtype)
+    lanes = Lanes.of(rows, swizzle)
+    of_slot = Copy(lanes, swizzle, row_bytes(dtype, width))
     tiling = plgpu.TilingTransform((TILE_ROWS, columns(dtype, swizzle)))
     slot_type = plgpu.RefType((tiling, plgpu.SwizzleTransform(swizzle)))
-    row_size, tile_size = row_bytes(dtype, width), TILE_ROWS * swizzle
-    tiles = row_size // swizzle
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), lanes.layout, slot_type))
     def copy_rows(_, source, numbers, slot):  # a name that the interpreter in tests/ knows
         arith, ir, llvm, nvvm, vector = (
             getattr(mgpu.utils, name) for name in ("arith", "ir", "llvm", "nvvm", "vector")
         )
-        i8, i32, i64 = (ir.IntegerType.get_signless(n) for n in (8, 32, 64))
-        c = lambda n: arith.constant(i32, n)
-        divmod_ = lambda n, by: (arith.divui(n, c(by)), arith.remui(n, c(by)))
+        i8, i64 = (ir.IntegerType.get_signless(n) for n in (8, 64))
         advance = lambda pointer, n: mgpu.utils.getelementptr(pointer, [n], i8)
 
-        def offset(*terms):
-            """The sum of numbers times bytes."""
-            return functools.reduce(arith.addi, (arith.muli(n, c(size)) for n, size in terms))
-
-        thread = arith.remui(mgpu.utils.thread_idx(), c(WARPS * LANES))
-        warp, lane = divmod_(thread, LANES)
-        lane, chunk = divmod_(lane, lanes.chunks)
-        tile, row = divmod_(lane, lanes.rows)
-        row = offset((warp, lanes.rows), (row, 1))
-        rows_of_tiles, tile_row = divmod_(row, TILE_ROWS)
-        # the chunks of 128 bytes of a tile are exchanged by the number of these
-        exchanged = arith.xori(chunk, divmod_(tile_row, SWIZZLES[0] // swizzle)[0])
-        to = (rows_of_tiles, TILE_ROWS * row_size), (tile, tile_size), (tile_row, swizzle)
-        smem = advance(mgpu.utils.memref_ptr(slot), offset(*to, (exchanged, CHUNK)))
-        gmem = advance(mgpu.utils.memref_ptr(source), offset((tile, swizzle), (chunk, CHUNK)))
+        place = of_slot.place(divmod(Int(mgpu.utils.thread_idx()), WARPS * LANES)[1])
+        smem = advance(mgpu.utils.memref_ptr(slot), of_slot.target(place).value)
+        gmem = advance(mgpu.utils.memref_ptr(source), of_slot.source(place).value)
         gmem = llvm.addrspacecast(llvm.PointerType.get(address_space=1), gmem)
         (stride, _), _ = ir.MemRefType(source.type).get_strides_and_offset()
         stride = arith.constant(i64, stride * dtype.itemsize)
+
+        def row(number):
+            number = arith.extui(i64, vector.extract(number, [], [0]))
+            return advance(gmem, arith.muli(number, stride))
 
         def copy(source, target):
             nvvm.cp_async_shared_global(target, source, CHUNK, nvvm.LoadCacheModifierKind.CG)
 
         for n, number in enumerate(numbers.registers.flat):
-            number = arith.extui(i64, vector.extract(number, [], [0]))
-            from_row = advance(gmem, arith.muli(number, stride))
-            to_row = n * WARPS * lanes.rows * row_size
-            for first in range(0, tiles, lanes.tiles):
-                ends = advance(from_row, first * swizzle), advance(smem, to_row + first * tile_size)
-                if first + lanes.tiles <= tiles:
+            from_row = row(number)
+            for step in of_slot.steps(n):
+                ends = advance(from_row, step.source), advance(smem, step.target)
+                if lanes.tiles <= step.tiles:
                     copy(*ends)
                 else:
-                    is_inside = arith.cmpi(arith.CmpIPredicate.ult, tile, c(tiles - first))
+                    left = Int.of(step.tiles).value
+                    is_inside = arith.cmpi(arith.CmpIPredicate.ult, place.tile.value, left)
                     with mgpu.utils.when(is_inside):
                         copy(*ends)
         nvvm.cp_async_commit_group()
