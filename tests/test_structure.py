@@ -3,6 +3,7 @@ once."""
 
 import ast
 import collections
+import functools
 import graphlib
 import importlib
 import pathlib
@@ -32,6 +33,7 @@ FOLDERS = [
 ]
 
 
+@functools.cache
 def modules():
     return {
         ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
@@ -39,10 +41,20 @@ def modules():
     }
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path):
     """The package's modules that a file imports, as `modules` names them."""
+    return list(_imported(path))
+
+
+def _imported(path):
     known = modules()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "pallas_flash":
             base = node.module.removeprefix("pallas_flash").strip(".")
             for alias in node.names:
@@ -53,6 +65,7 @@ def imported(path):
                         break
 
 
+@functools.cache
 def rooms():
     """For each folder, and each module on top, those that it imports from."""
     graph = collections.defaultdict(set)
@@ -93,7 +106,7 @@ def test_only_the_table_of_implementations_decides_by_an_implementations_name(na
         is_name = isinstance(node, ast.Attribute) and ast.unparse(node).endswith("backend.name")
         return is_name or any(x in BACKENDS for x in constants if isinstance(x, str))
 
-    for node in ast.walk(ast.parse(modules()[name].read_text())):
+    for node in ast.walk(parsed(modules()[name])):
         if isinstance(node, ast.Compare):
             compared = [node.left, *node.comparators]
             assert not any(map(names_one, compared)), ast.unparse(node)
@@ -135,7 +148,7 @@ INSIDE = {
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda p: p.name)
 def test_models_and_scripts_use_only_public_names(path):
     public = {*pallas_flash.__all__, *PUBLIC, "__version__"} | INSIDE.get(path.name, set())
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         imported, names = [], [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
@@ -170,6 +183,5 @@ def test_an_implementation_reads_resolved_masks_and_knows_no_kind_of_mask(name):
     "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
 )
 def test_a_file_says_its_one_job_and_fits_into_one_sitting(path):
-    source = path.read_text()
-    assert ast.get_docstring(ast.parse(source)), "the first line of a file says its job"
-    assert source.count("\n") <= 400
+    assert ast.get_docstring(parsed(path)), "the first line of a file says its job"
+    assert path.read_text().count("\n") <= 400
