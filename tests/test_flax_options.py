@@ -385,7 +385,7 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
         (dict(normalize_qk=True), r"mean qk_norm\?"),
         (dict(scale="1"), "scale must be a static number, or an array; got the text '1'"),
         (dict(scale=np.ones(3)), r"one for each query head, \[N\] = \(4,\); got .* \(3,\)"),
-        (dict(query_pre_attn_scalar=6), r"scale\? It is query_pre_attn_scalar\*\*-0.5"),
+        (dict(query_pre_attn_scalar=6), r"Pass scale=query_pre_attn_scalar \*\* -0.5\."),
         (dict(head_dim=6), r"mean head_size\?"),
         (dict(broadcast_dropout=True), "Leave broadcast_dropout out: each batch row"),
         (dict(segment_ids=IDS), "Pass segment_ids in the call"),

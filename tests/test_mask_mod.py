@@ -92,7 +92,7 @@ def test_calls_with_equal_rules_share_one_compiled_program(rng):
 
 ARRAY = np.ones((3, 3), bool)
 NO_MASK_MODS = {
-    "no function": (3, r"takes a function mask_mod\(b, h, q_idx, kv_idx\) -> bool; got int"),
+    "no function": (3, r"takes a function mask_mod\(b, h, q_idx, kv_idx\) -> bool; got the int 3"),
     "no bool": (lambda b, h, q, k: q - k, r"must return one bool for four scalars; got int32\[\]"),
     "many": (lambda b, h, q, k: jnp.arange(3) < k, r"one bool for four scalars; got bool\[3\]"),
     "too few": (lambda q, k: q >= k, r"is called once, .* takes 2 positional arguments"),
@@ -108,7 +108,7 @@ MISTAKES = {
     "or an array": (
         lambda: masks.Causal() | ARRAY,
         TypeError,
-        r"\| joins two objects of pallas_flash.masks; got ndarray. An array x becomes one as "
+        r"\| joins two objects of pallas_flash.masks; got an array .*\. An array x becomes one as "
         r"masks.MaskMod\(lambda",
     ),
     "size": (

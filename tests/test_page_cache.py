@@ -365,6 +365,6 @@ def test_a_cache_has_one_or_more_of_everything(name, size):
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "bool", "float8_e4m3"])
 def test_a_cache_is_of_floats_that_kernels_take_or_of_8_bits_that_have_scales(dtype):
     with pytest.raises(
-        TypeError, match=f"float64, int8, float8_e4m3fn or float8_e5m2; got {dtype}"
+        TypeError, match=f"float64, int8, float8_e4m3fn or float8_e5m2; got the text '{dtype}'"
     ):
         paged_cache(batch=1, max_length=8, kv_heads=1, head_size=8, pages=1, page=8, dtype=dtype)

@@ -13,7 +13,10 @@ IDS = jnp.arange(40, dtype=jnp.int32) // 3
 SHAPES = r"is called once, with scalars,.* it raised "
 FLOATS = IDS * 1.0
 MISTAKES = {
-    "no function": (0.5, r"a function score_mod\(score, b, h, q_idx, kv_idx\) that .*; got float"),
+    "no function": (
+        0.5,
+        r"a function score_mod\(score, b, h, q_idx, .*\) that .*; got the float 0.5",
+    ),
     "too few": (lambda s: s, r"raised TypeError: .*takes 1 positional argument but 5 were given"),
     "a bool": (
         lambda s, b, h, q, k: q >= k,

@@ -153,7 +153,7 @@ def test_alibi_gives_each_packed_sequence_its_slopes_and_their_gradient(implemen
         (lambda: scores.Alibi(np.zeros((3, 4))), r"with key_value_segment_ids; got \(3, 4\)\."),
         (lambda: scores.Alibi(np.zeros(4), np.zeros(37, int)), r"got \(4,\), with these"),
         (lambda: scores.Alibi(np.zeros((2, 4)), [0, 1, 2, -1]), "must be from 0 to 1, .*; got -1"),
-        (lambda: scores.Alibi(np.zeros((2, 4)), jnp.array([3])), "or 2, which is padding; got 3"),
+        (lambda: scores.Alibi(np.zeros((2, 4)), jnp.array([3])), "or 2 for padding; got 3"),
         (
             lambda: flash_attention(
                 *(jnp.zeros((1, n, 4, 8)) for n in (19, 37, 37)),

@@ -338,7 +338,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("places", REFUSED)
 def test_where_pages_cannot_be_is_refused_in_words(places, rng):
-    call = paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32))
+    call = paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32), query_seq_lengths=None)
     call |= {name: place(spec, call[name])[0] for name, spec in REFUSED[places].items()}
     with pytest.raises(
         ValueError,
