@@ -27,6 +27,7 @@ def small(monkeypatch):
     )
 
 
+@pytest.mark.whole
 def test_variants_are_timed_beside_peers_and_what_has_no_field_is_left_out(
     small, as_on_a_gpu, tmp_path, capsys
 ):

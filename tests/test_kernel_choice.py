@@ -320,6 +320,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.whole
 def test_without_jaxs_triton_the_earlier_algorithms_are_interpreted():
     names = "flash1", "standard"
     run = subprocess.run(

@@ -224,6 +224,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(finished
     assert same_curves(tmp_path, finished_run)
 
 
+@pytest.mark.whole
 def test_a_run_is_extended_by_more_steps_and_says_how_the_schedule_changes(
     copy, finished_run, capsys
 ):
