@@ -215,7 +215,7 @@ ON_DEVICES += [("blockwise", name, True) for name in SCHEMES]
 ON_DEVICES += [("triton", name, False) for name in PLACES if name not in MAPPED]
 ON_DEVICES += [("reference", name, False) for name in PLACES]
 ON_DEVICES += [(name, "all to all", False) for name in ("flash1", "standard")]
-FAST = [("blockwise", [*PLACES][0], False), ("blockwise", "a ring", True)]
+FAST = [("blockwise", "explicit axes", False), ("blockwise", "a ring", True)]
 
 
 @pytest.mark.parametrize(("implementation", "place", "strict"), whole_but(ON_DEVICES, *FAST))
