@@ -22,7 +22,7 @@ class TestContracts(Contracts):
     pass
 
 
-FEW_MASKS = "window", "documents_scattered_window", "everything"
+FEW_MASKS = "window", "documents_scattered_window"
 
 
 @pytest.mark.parametrize("name", whole_but(test_attention.FEW_MASKS, *FEW_MASKS))

@@ -61,6 +61,7 @@ def test_a_batch_writes_what_each_prompt_writes_alone_and_equal_prompts_differ(
     assert written(capsys, *options, "--prompt", PROMPTS[0], "--seed", 1) != alone
 
 
+@pytest.mark.whole
 def test_the_cache_writes_what_the_whole_text_computed_again_each_time_does(
     finished_run, settings, parameters, capsys
 ):

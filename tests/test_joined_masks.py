@@ -79,6 +79,7 @@ def test_a_drawn_mask_shows_what_its_parts_say(implementation, examples):
     equals()
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("join", ["and", "or", "with a map"])
 def test_several_sets_of_document_ids_hide_what_each_of_them_hides(implementation, join, rng):

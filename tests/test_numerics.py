@@ -81,7 +81,7 @@ def gradients(attend):
 JAX_NN = gradients(lambda q, k, v, bias: jax.nn.dot_product_attention(q, k, v, bias, scale=1.0))
 
 
-@pytest.mark.whole("standard")
+@pytest.mark.whole("triton", "standard")
 @pytest.mark.parametrize("implementation", ["reference", "blockwise", "triton", "standard"])
 def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, rng):
     """One compiled program for all cases. Beside twice their error a few float32 roundings are let
@@ -147,6 +147,7 @@ def test_a_score_mod_may_hide_by_the_lowest_number(implementation, small_tiles, 
     np.testing.assert_allclose(back(o.at[:].set(0).at[:, 1].set(1.0))[0], 1 / SIZES.S, rtol=1e-5)
 
 
+@pytest.mark.whole("triton")
 @pytest.mark.parametrize("implementation", ["blockwise", "triton"])
 def test_a_soft_cap_holds_logits_that_overflow(implementation, small_tiles, rng):
     q, k, v = qkv(rng, SIZES)

@@ -253,6 +253,7 @@ def test_two_processes_cannot_train_in_one_folder(finished_run, text, tmp_path):
 
 # Orbax, of a failed save
 @pytest.mark.filterwarnings(r"ignore:(?s)Exception ignored in. None.*Event loop is closed")
+@pytest.mark.whole
 def test_a_full_disk_ends_with_one_line_and_leaves_what_was_there_whole(
     text, tmp_path, monkeypatch, finished_run
 ):
