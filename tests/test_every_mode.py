@@ -124,7 +124,8 @@ def test_all_derivatives_of_first_and_second_order_are_the_dense_ones(name, rng)
 WALKED = [*zip([*TABLES, *GATHERED], itertools.cycle(EVERY_WALK), strict=False)]
 
 
-@pytest.mark.parametrize("name, walk", whole_but(WALKED, WALKED[1]))
+@pytest.mark.whole
+@pytest.mark.parametrize("name, walk", WALKED)
 def test_so_are_those_of_each_walk_over_lists(name, walk, rng, monkeypatch):
     walking(monkeypatch, walk)
     are_the_references(rng, *drawn(rng, name))

@@ -190,6 +190,7 @@ no_interpreter = pytest.mark.skipif(
 
 
 @pytest.mark.gpu
+@pytest.mark.whole
 @pytest.mark.parametrize("dtype, call", [("float32", {}), ("bfloat16", DROPOUT)])
 def test_the_portable_kernels_pass_with_room_to_spare(dtype, call):
     assert_passes("triton", problem_of(dtype=dtype, size=50, **call), room=2)
