@@ -18,6 +18,7 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 
 
+@pytest.mark.whole("standard")
 class TestContracts(Contracts):
     pass
 

@@ -257,8 +257,13 @@ def indices_of(rng, by, L, n=5, **sizes):
     return lists(rng, Z._replace(**sizes), *by[:2], L, n)[0]
 
 
+VMAPS = [(0, 0, 0, 0), (None, None, None, 3), (0, None, 0, None), (1, 0, None, 1)]
+
+
 @pytest.mark.parametrize(
-    "axes", [(0, 0, 0, 0), (None, None, None, 3), (0, None, 0, None), (1, 0, None, 1)], ids=str
+    "axes",
+    [axes if axes in VMAPS[1:3] else pytest.param(axes, marks=pytest.mark.whole) for axes in VMAPS],
+    ids=str,
 )
 def test_vmap_goes_over_lists_queries_and_keys_each_or_shares_them(axes, by, rng):
     x = *qkv(rng, Z), indices_of(rng, by, Z.K)
