@@ -54,6 +54,8 @@ def check(implementation, case, context=None):
     of = dict.fromkeys(("query", "key", "value"), P("data", row, head)) | dict(bias=P("data", head))
     of |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P("data", row))
     specs = {name: of.get(name, P("data")) for name in arrays}
+    if "mask" in arrays:  # one number is on all devices
+        specs["mask"] = jax.tree.map(lambda x: P("data") if x.ndim else P(), arrays["mask"])
     floats = {name: arrays[name] for name in FLOATS if name in arrays}
 
     def step(arrays):
