@@ -194,7 +194,7 @@ def test_a_call_over_caches_is_right_as_the_table_says(name, implementation):
 
 
 EACH = [(name, implementation) for name in TRANSFORMATIONS for implementation in RUN_HERE[:3]]
-FEW = [(name, "blockwise") for name in ("`grad`", "64 bits, strict promotion")]
+FEW = [(name, "blockwise") for name in ("`grad`", "`vmap` of `grad`", "64 bits, strict promotion")]
 # the others run in full where the file is written
 SAME = [(how, name) for how in ("`grad`", "64 bits, strict promotion") for name in RUN_HERE[3:]]
 
@@ -215,7 +215,7 @@ ON_DEVICES += [("blockwise", name, True) for name in SCHEMES]
 ON_DEVICES += [("triton", name, False) for name in PLACES if name not in MAPPED]
 ON_DEVICES += [("reference", name, False) for name in PLACES]
 ON_DEVICES += [(name, "all to all", False) for name in ("flash1", "standard")]
-FAST = [("blockwise", "explicit axes", False), ("blockwise", "a ring", True)]
+FAST = [("blockwise", name, False) for name in [*PLACES][:4]] + [("blockwise", "a ring", True)]
 
 
 @pytest.mark.parametrize(("implementation", "place", "strict"), whole_but(ON_DEVICES, *FAST))
