@@ -10,7 +10,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import pytest
-from selection import EACH_TURN, diagonal, fast_half, mark_for_a_gpu, one_turn
+from selection import EACH_TURN, TURNS, diagonal, fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash import paged_attention
 from pallas_flash.jax_support import hardware
@@ -49,12 +49,12 @@ def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_a
     assert fast_half(items) == [items[0], items[2]]
 
 
-def test_in_four_turns_each_test_runs_once():
+def test_in_ten_turns_each_test_runs_once():
     path = pathlib.Path("tests/test_masks.py")
-    items = [SimpleNamespace(nodeid=f"test_{n}", path=path) for n in range(40)]
-    turns = [one_turn(items, number) for number in range(7, 12)]
-    assert turns[0] == turns[4] and all(turns)
-    assert sorted(items.index(item) for turn in turns[:4] for item in turn) == [*range(40)]
+    items = [SimpleNamespace(nodeid=f"test_{n}", path=path) for n in range(100)]
+    turns = [one_turn(items, number) for number in range(7, 7 + TURNS + 1)]
+    assert turns[0] == turns[TURNS] and all(turns)
+    assert sorted(items.index(item) for turn in turns[:TURNS] for item in turn) == [*range(100)]
 
 
 @pytest.mark.parametrize("name", EACH_TURN)
@@ -62,7 +62,7 @@ def test_what_the_tables_say_is_tested_in_each_turn(name):
     path = pathlib.Path(__file__).parent / name
     assert path.exists()
     item = SimpleNamespace(nodeid="test", path=path)
-    assert [one_turn([item], number) for number in range(4)] == [[item]] * 4
+    assert [one_turn([item], number) for number in range(TURNS)] == [[item]] * TURNS
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
