@@ -39,96 +39,41 @@ class Experiment(NamedTuple):
 
 DEFAULT, ONE, TWO = "hopper", "hopper fused", "hopper deterministic"  # kernels backward
 BY_PRODUCER = f"{ONE}: fused.dq_by_producer=True"  # dQ is added by the producer
-XLA_DELTA = f"{TWO}: dq.sums_delta=False"  # before the kernels
-
-LENGTHS = (
-    "sections by rule, larger ones, which leave dQ out of the L2 cache, or smaller ones, and what "
-    "else is varied: the fastest by the product of times at five lengths, if it gains 1%. Two "
-    "kernels for as many keys as one is slower by 3%: ONE_KERNEL_KEYS of hopper/tuning.py"
+PRODUCER = (
+    "dq_by_producer: on, if that gains 1% by the product of times without groups. "
+    "ONE_KERNEL_KEYS of hopper/tuning.py: as many keys as one kernel needs to be no slower than two"
 )
-PARTS = "parts of a group by rule, unless a number of them is faster by 2% at both lengths"
-OTHERS = "as for the five lengths, unless that is slower here by 3%"
-SPLIT = "whether two warpgroups split the columns of dK and dV: the faster"
-TILES = "the fastest number of tiles to a program"
 PEERS = "nothing; it is beside peers"
 
 
-def backward(case: Case, *contenders: str, decides: str = LENGTHS) -> Experiment:
-    return Experiment(case, "backward", [DEFAULT, *contenders], decides)
+def backward(case: Case, *peers: str) -> Experiment:
+    return Experiment(case, "backward", [DEFAULT, ONE, BY_PRODUCER, TWO, *peers], PRODUCER)
 
 
-def forward(case: Case, *contenders: str, decides: str = PEERS) -> Experiment:
-    return Experiment(case, "forward", [DEFAULT, *contenders], decides)
-
-
-def sections(*sizes: int) -> list[str]:
-    return [f"{ONE}: fused.section={size}" for size in sizes]
-
-
-def parts(*numbers: int) -> list[str]:
-    return [f"{ONE}: fused.group_parts={number}" for number in numbers]
-
-
-def tiles(*numbers: int) -> list[str]:
-    """The forward by each number of tiles to a program."""
-    several, one = "q_stages=2, forward.k_wait=early", "q_stages=1, forward.k_wait=at use"
-    return [
-        f"{DEFAULT}: forward.tiles_per_program={number}, forward.{several if number > 1 else one}"
-        for number in numbers
-    ]
+def forward(case: Case, *peers: str) -> Experiment:
+    return Experiment(case, "forward", [DEFAULT, *peers], PEERS)
 
 
 causal = functools.partial(all_tokens, 128)
 long = functools.partial(all_tokens, 128, 16384)
 grouped = functools.partial(all_tokens, 128, N=64, K=8)
 HOPPER = {
-    "backward-16384": backward(
-        long(), *sections(4, 1), BY_PRODUCER, TWO, XLA_DELTA, "fa3", "jla fused"
+    "backward-16384": backward(long(), "fa3", "jla fused"),
+    "backward-1024": backward(causal(1024), "fa3", "tokamax"),
+    "backward-4096": backward(causal(4096), "fa3"),
+    "backward-512": backward(causal(512), "fa3", "tokamax", "torch"),
+    "backward-2048": backward(causal(2048), "fa3"),
+    "groups-8192": backward(grouped(8192), "fa3", "jax.nn/cudnn"),
+    "groups-2048": backward(grouped(2048), "fa3"),
+    "latent-8192": Experiment(
+        all_tokens(192, 8192, N=16, Hv=128), "backward", [DEFAULT, "jla", "torch"], PEERS
     ),
-    "backward-1024": backward(
-        causal(1024), ONE, *sections(64, 16), TWO, XLA_DELTA, "fa3", "tokamax"
-    ),
-    "backward-4096": backward(causal(4096), *sections(16, 4), BY_PRODUCER, TWO, XLA_DELTA, "fa3"),
-    "backward-512": backward(
-        causal(512), ONE, *sections(128, 32), TWO, XLA_DELTA, "fa3", "tokamax", "torch"
-    ),
-    "backward-2048": backward(causal(2048), *sections(32, 8), TWO, XLA_DELTA, "fa3"),
-    "groups-8192": backward(
-        grouped(8192),
-        *parts(1, 2, 4, 8),
-        f"{ONE}: fused.group_parts=1, fused.section=1",  # as it was
-        TWO,
-        f"{TWO}: dkv.section=1",
-        "fa3",
-        "jax.nn/cudnn",
-        decides=PARTS,
-    ),
-    "groups-2048": backward(grouped(2048), *parts(1, 2, 4), TWO, "fa3", decides=PARTS),
-    "latent-8192": backward(
-        all_tokens(192, 8192, N=16, Hv=128),
-        f"{DEFAULT}: dkv.split=True",
-        f"{DEFAULT}: dkv.split=False",
-        "jla",
-        "torch",
-        decides=SPLIT,
-    ),
-    "window-16384": backward(long(window=1024), *sections(4, 1), TWO, "fa3", decides=OTHERS),
-    "documents-16384": backward(
-        long(documents=16), "hopper varlen", *sections(4, 1), TWO, "fa3", decides=OTHERS
-    ),
-    "64-16384": backward(all_tokens(64, 16384), *sections(8, 2), TWO, "jla fused", decides=OTHERS),
-    "full-16384": backward(
-        long(causal=False), *sections(4, 1), TWO, "jax.nn/cudnn", decides=OTHERS
-    ),
-    "forward-1024": forward(
-        causal(1024),
-        *tiles(1, 2, 4),
-        f"{DEFAULT}: forward.section=16",
-        "fa3",
-        "torch",
-        decides=TILES,
-    ),
-    "forward-512": forward(causal(512), *tiles(1, 2, 4), "tokamax", "torch", decides=TILES),
+    "window-16384": backward(long(window=1024), "fa3"),
+    "documents-16384": backward(long(documents=16), "fa3"),
+    "64-16384": backward(all_tokens(64, 16384), "jla fused"),
+    "full-16384": backward(long(causal=False), "jax.nn/cudnn"),
+    "forward-1024": forward(causal(1024), "fa3", "torch"),
+    "forward-512": forward(causal(512), "tokamax", "torch"),
     "forward-documents": forward(long(documents=16), "hopper varlen", "fa3"),
     "decode-1": forward(one_token(1, 32768), "jax.nn/cudnn", "decode_attention"),
     "decode-8": forward(one_token(8, 8192), "jax.nn/cudnn", "decode_attention"),

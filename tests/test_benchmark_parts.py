@@ -135,7 +135,7 @@ def test_a_contender_has_the_tiles_of_its_name(monkeypatch):
         "blockwise: dq.stages=2": "its tiles have no kernel dq",
         "triton: dq.num_stages=2": "the tiles are the same by default",
         "triton: fused.stages=2": "its tiles have no kernel fused",
-        "triton: dq.section=2": "the tiles of dq have no field section",
+        "triton: dq.group_parts=2": "the tiles of dq have no field group_parts",
     }.items(),
 )
 def test_a_contender_without_a_kernel_or_a_field_says_so(name, reason):

@@ -134,9 +134,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
     *outputs, memory = refs
     outputs = dict(zip(names, outputs, strict=True))
     query_bytes, heads = tiles.query_bytes(problem.dtype), problem.group // tiles.group_parts
-    work = scheduler.key_tile(
-        program, problem, tiles.block_k, query_bytes, tiles.group_parts, tiles.section
-    )
+    work = scheduler.key_tile(program, problem, tiles.block_k, query_bytes, tiles.group_parts)
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )

@@ -101,7 +101,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
 def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
     *outputs, memory = refs
     key_bytes = tiles.key_bytes(problem.dtype)
-    work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes, section=tiles.section)
+    work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes)
     ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)

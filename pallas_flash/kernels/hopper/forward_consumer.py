@@ -29,7 +29,7 @@ class Program(NamedTuple):
     def work_tile(self, n: IntLike) -> scheduler.WorkTile:
         p, t = self.problem, self.tiles
         return scheduler.query_tile(
-            self.number, p, t.block_q, t.key_bytes(p.dtype), t.tiles_per_program, n, t.section
+            self.number, p, t.block_q, t.key_bytes(p.dtype), t.tiles_per_program, n
         )
 
     def blocks(self, work: scheduler.WorkTile) -> schedule.Blocks:

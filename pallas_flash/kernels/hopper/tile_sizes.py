@@ -30,7 +30,6 @@ class Tiles(NamedTuple):
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
     split: bool = False
-    section: int = 0  # pairs of batch row and key/value head to a section; 0: as many as L2 holds
     sums_delta: bool = False  # the kernel of dQ, for that of dK and dV too
 
     @property
@@ -79,7 +78,6 @@ class KeyTiles(NamedTuple):
     # into so many parts the heads that share keys are split: each has a program for a tile of keys,
     # and they add up dk and dv in float32, as all do dq; fused alone
     group_parts: int = 1
-    section: int = 0  # pairs of batch row and part to a section; 0: as many as L2 holds
     # whether the producer adds dq, under its loads, or each consumer; fused alone. Of programs with
     # several heads ptxas serializes the products then
     dq_by_producer: bool = False

@@ -60,18 +60,16 @@ def query_tile(
     key_bytes: int,
     tiles_per_program: int = 1,
     number: IntLike = 0,
-    section: int = 0,
 ) -> WorkTile:
     """Tile `number` of a program's tiles of queries, all of one head and as far from each other as
     can be, or those of several heads; a key and its value take `key_bytes`. The last tiles, as a
-    rule, see most. A section has so many pairs of batch row and key/value head, or by default as
-    many as L2 holds."""
+    rule, see most. A section has as many pairs of batch row and key/value head as L2 holds."""
     count = schedule.ceil_div(p.queries, block_q)
     if tiles_per_program > count:
         index, tile = divmod_(program * tiles_per_program + number, count)
         return _query_tile(p, index, count - 1 - tile)
     programs = count // tiles_per_program
-    section = section or _section(p.batch * p.kv_heads, p.keys * key_bytes, p.group * programs)
+    section = _section(p.batch * p.kv_heads, p.keys * key_bytes, p.group * programs)
     index, tile = _pair(program, p.group * section, programs)
     return _query_tile(p, index, count - 1 - tile - number * programs)
 
@@ -88,15 +86,14 @@ def key_tile(
     block_k: int,
     query_bytes: int,
     group_parts: int = 1,
-    section: int = 0,
 ) -> WorkTile:
     """The tile of keys that a program owns, and the first of its heads: one of `group_parts` parts
     of the heads that share these keys. What is read and added to for a query takes `query_bytes`.
-    The first tiles, as a rule, are seen by most. A section has `section` pairs of batch row and
-    part, or by default as many as L2 holds."""
+    The first tiles, as a rule, are seen by most. A section has as many pairs of batch row and part
+    as L2 holds."""
     heads, count = p.group // group_parts, schedule.ceil_div(p.keys, block_k)
     parts = p.kv_heads * group_parts
-    section = section or _section(p.batch * parts, p.queries * heads * query_bytes, count)
+    section = _section(p.batch * parts, p.queries * heads * query_bytes, count)
     pair, tile = _pair(program, section, count)
     batch, part = divmod_(pair, parts)
     return WorkTile(batch, part * heads, divmod_(part, group_parts)[0], tile)
