@@ -53,7 +53,7 @@ def pytest_addoption(parser):
         "and tests named by their ids"
     )
     parser.addoption("--whole", action="store_true", help=help)
-    help = "with --whole: a tenth of the tests, which this number modulo ten names"
+    help = "with --whole: a sixteenth of the tests, which this number modulo 16 names"
     parser.addoption("--turn", type=int, help=help)
     help = (
         "compile programs as users do; without it most optimizations are off, since most "

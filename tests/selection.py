@@ -46,14 +46,14 @@ def fast_half(items: list) -> list:
     ]
 
 
-TURNS = 10
+TURNS = 16
 # what the table of implementations says, which any commit may make false; test_features.py, which
 # says it of features, takes longer than a turn
 EACH_TURN = ("test_selfcheck_command.py",)
 
 
 def one_turn(items: list, number: int) -> list:
-    """A tenth of the tests, which that number modulo ten names, and all in the files of
+    """A sixteenth of the tests, which that number modulo 16 names, and all in the files of
     EACH_TURN."""
     is_due = lambda item: (zlib.crc32(item.nodeid.encode()) - number) % TURNS == 0
     return [item for item in items if item.path.name in EACH_TURN or is_due(item)]

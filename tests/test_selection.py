@@ -49,7 +49,7 @@ def test_what_is_marked_whole_is_left_out_and_with_names_these_implementations_a
     assert fast_half(items) == [items[0], items[2]]
 
 
-def test_in_ten_turns_each_test_runs_once():
+def test_in_sixteen_turns_each_test_runs_once():
     path = pathlib.Path("tests/test_masks.py")
     items = [SimpleNamespace(nodeid=f"test_{n}", path=path) for n in range(100)]
     turns = [one_turn(items, number) for number in range(7, 7 + TURNS + 1)]
