@@ -28,16 +28,14 @@ from pallas_flash.tiled.blockwise.heads import (
     each_heads,
     from_heads,
     take_columns,
-    take_rows,
 )
 from pallas_flash.tiled.blockwise.mask import with_block_mask
 from pallas_flash.tiled.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, each_row
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
 from pallas_flash.tiled.blockwise.tuning import (
     Tiles,
     decode_tiles,
     for_calls,
-    serialize,
     takes_lists,
     tiles,
 )
@@ -66,15 +64,12 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)
         zeros = lambda *shape: _zeros(x, wide, heads.batch, heads.heads, *shape)
-        in_turn = serialize(tiles, local.query.shape[:3], local.key_blocks)
         scale = local.logits.exponent_scale
+        # P is rounded to 16 bits anyway, so it may as well be divided by l first
+        normalise_first = local.blocks_have_whole_rows and x.sinks is None and not tiles.is_wide
 
-        def query_block(rows: Block, key_blocks, outputs):
-            q = take_rows(rows, local.query)
-            if in_turn and rows.start:
-                outputs, q = after(outputs, q)
-            # P is rounded to 16 bits anyway, so it may as well be divided by l first
-            normalise_first = _is_one(key_blocks) and x.sinks is None and not tiles.is_wide
+        def query_block(rows: Block, key_blocks, of_rows, _):
+            (q,) = of_rows
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 o, state = carry
@@ -91,16 +86,15 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
             start = o, online_softmax.start(zeros(q.shape[2]), LogBase.E, sinks, p.with_top)
             first = (None, None) if x.sinks is None else start
             o, state = local.each_key_block(rows, key_blocks, step, first, start)
-            o = o if normalise_first else online_softmax.finish(o, state.l, p.kept)
             state = state._replace(m=softmax.scaled_maximum(state.m, scale))
-            new = o, *(a[..., None] for a in jax.tree.leaves(state))
-            return tuple(
-                rows.put(out, local.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
-            )
+            return (o, *(a[..., None] for a in jax.tree.leaves(state))), ()
 
         shape = p.group, p.queries
         start = zeros(*shape, p.value_size), *(zeros(*shape, 1) for _ in range(p.statistics))
-        o, *state = local.each_query_block(query_block, start)
+        (o, *state), _ = local.each_query_block(
+            query_block, (local.query,), Block.put, start, ()
+        )
+        o = o if normalise_first else online_softmax.finish(o, state[1][..., 0], p.kept)
         state = (a.reshape(heads.batch, -1, p.queries) for a in state)
         return (
             heads.put(outputs[0], from_heads(o), 2),
@@ -146,26 +140,23 @@ def backward(
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)
         do_ = local.mask.zero_blind_rows(by_head(do, heads).astype(tiles.dtype))
+        m, inverse_sum, dlse, delta_ = (
+            a if a is None else heads.take(a, 1).reshape(*do_.shape[:-1], 1)
+            for a in (*row_scale, delta)
+        )
+        if tiles.is_wide:  # (P / l)^T dO = P^T (dO / l): l divides no scores
+            do_, delta_, inverse_sum, dlse = do_ * inverse_sum, delta_ * inverse_sum, None, None
         # p and ds are smaller than q and do
         few_keys = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size
         q_t, do_t = (
             None if few_keys else jnp.moveaxis(transpose(a), 3, 2) for a in (local.query, do_)
         )
-        in_turn = serialize(tiles, local.query.shape[:3], local.key_blocks)
-        by_row = [
-            a if a is None else heads.take(a, 1).reshape(*do_.shape[:-1], 1)
-            for a in (*row_scale, delta)
-        ]
+        by_row = local.query, do_, m, inverse_sum, dlse, delta_
 
-        def query_block(rows: Block, key_blocks, gradients):
-            q, do_i = take_rows(rows, local.query), take_rows(rows, do_)
+        def query_block(rows: Block, key_blocks, of_rows, gradients):
+            q, do_i, m, inverse_sum, dlse_i, delta_i = of_rows
             q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
-            if in_turn and rows.start:
-                gradients, q, do_i = after(gradients, q, do_i)
-            m, inverse_sum, dlse_i, delta_i = (
-                a if a is None else take_rows(rows, a) for a in by_row
-            )
-            is_whole_row = _is_one(key_blocks) and row_scale.dlse is not None
+            is_whole_row = local.blocks_have_whole_rows and dlse is not None
             if rows.first_new is not None:
                 is_new = each_row(rows.index[None] >= rows.first_new, p.group)
                 m = jnp.where(is_new, m, jnp.inf)
@@ -195,17 +186,17 @@ def backward(
                     dbias = local.logits.add_bias_gradient(dbias, ds, rows, keys)
                 return dq + dot(low, keys.take(local.key, 2)), dk, dv, dbias, captured
 
-            dq, *gradients = gradients
             start = _zeros(x, wide, *q.shape), *gradients
-            dq_i, *gradients = local.each_key_block(rows, key_blocks, step, start, start)
-            # rows that are not new have zero
-            return rows.add(dq, local.by_query(dq_i), 3), *gradients
+            dq, *gradients = local.each_key_block(rows, key_blocks, step, start, start)
+            return (dq,), gradients
 
         key_t, value_t = (jnp.swapaxes(a, 2, 3) for a in (local.key, local.value))
         like = local.query, key_t, value_t, local.logits.bias
-        start = (None if a is None else _zeros(x, wide, *a.shape) for a in like)
-        start = *start, outputs.captured
-        dq, dk, dv, dbias, captured = local.each_query_block(query_block, start)
+        dq, *start = (None if a is None else _zeros(x, wide, *a.shape) for a in like)
+        # rows that are not new have zero
+        (dq,), (dk, dv, dbias, captured) = local.each_query_block(
+            query_block, by_row, Block.add, (dq,), [*start, outputs.captured]
+        )
         dk, dv = (
             (jnp.swapaxes(d, 2, 3) if few_keys else transpose(d))[:, :, None] for d in (dk, dv)
         )
@@ -240,11 +231,6 @@ def tangent(problem: Problem, tiles: Tiles, *args):
 def second(problem: Problem, tiles: Tiles, *args):
     """`derivatives.second`."""
     return (lists if tiles.walks_lists else derivatives).second(problem, tiles, *args)
-
-
-def _is_one(key_blocks: list | None) -> bool:
-    """Whether a single block has all keys that the rows see."""
-    return key_blocks is not None and len(key_blocks) == 1
 
 
 def _zeros(x: Operands, dtype, *shape):

@@ -107,10 +107,10 @@ def tangent(
         local = HeadSlice.take(p, tiles, heads, x)
         arrays, tangents = (Slices.of_heads(local, heads, a, wide) for a in (x.differentiable, dx))
         row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, dlse)
-        of_rows = *row, by_head(o, heads)
+        by_row = *row, by_head(o, heads)
 
-        def query_block(rows: Block, key_blocks, outputs):
-            m, inverse_sum, dlse_i, o_i = (take_rows(rows, a) for a in of_rows)
+        def query_block(rows: Block, key_blocks, of_rows, _):
+            m, inverse_sum, dlse_i, o_i = of_rows
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 do, dlse, o = carry
@@ -129,13 +129,10 @@ def tangent(
             start = zeros, dlse_i, o_i if is_wide else zeros
             do, dlse, o = local.each_key_block(rows, key_blocks, step, start, start)
             o = o if is_wide else o / p.kept
-            new = do / p.kept - dlse * o, dlse
-            return tuple(
-                rows.put(out, local.by_query(a), 3) for out, a in zip(outputs, new, strict=True)
-            )
+            return (do / p.kept - dlse * o, dlse), ()
 
-        start = tuple(jnp.zeros_like(a, dtype=wide) for a in (of_rows[3], of_rows[2]))
-        do, dlse_ = local.each_query_block(query_block, start)
+        start = tuple(jnp.zeros_like(a, dtype=wide) for a in (by_row[3], by_row[2]))
+        (do, dlse_), _ = local.each_query_block(query_block, by_row, Block.put, start, ())
         dlse_ = dlse_.reshape(heads.batch, -1, p.queries)
         return heads.put(outputs[0], from_heads(do), 2), heads.put(outputs[1], dlse_, 1)
 
@@ -162,10 +159,10 @@ def second(
         local = HeadSlice.take(p, tiles, heads, x)
         arrays, tangents = (Slices.of_heads(local, heads, a, wide) for a in (x.differentiable, dx))
         row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta, dlse)
-        of_rows = *row, local.mask.zero_blind_rows(by_head(do, heads).astype(wide))
+        by_row = *row, local.mask.zero_blind_rows(by_head(do, heads).astype(wide))
 
-        def query_block(rows: Block, key_blocks, outputs):
-            m, inverse_sum, delta_i, dlse_i, do_i = (take_rows(rows, a) for a in of_rows)
+        def query_block(rows: Block, key_blocks, of_rows, whole):
+            m, inverse_sum, delta_i, dlse_i, do_i = of_rows
             if rows.first_new is not None:
                 is_new = each_row(rows.index[None] >= rows.first_new, p.group)
                 m = jnp.where(is_new, m, jnp.inf)
@@ -199,18 +196,17 @@ def second(
                     tuple(a + b for a, b in zip(captured, of_block.captured, strict=True)),
                 )
 
-            dq, of_sum, *whole = outputs
-            start = *(jnp.zeros_like(take_rows(rows, a)) for a in (dq, of_sum)), *whole
-            dq_i, of_sum_i, *whole = local.each_key_block(rows, key_blocks, step, start, start)
-            # rows that are not new have zero
-            add = lambda out, new: rows.add(out, local.by_query(new), 3)
-            return add(dq, dq_i), add(of_sum, of_sum_i), *whole
+            like = take_rows(rows, arrays.query), m
+            start = *(jnp.zeros_like(a, dtype=wide) for a in like), *whole
+            dq, of_sum, *whole = local.each_key_block(rows, key_blocks, step, start, start)
+            return (dq, of_sum), whole
 
         of_operands, of_sums = outputs
         like = arrays.query, row[1], arrays.key, arrays.value, arrays.bias
-        zeros = (None if a is None else jnp.zeros_like(a) for a in like)
-        dq, of_sum, dk, dv, dbias, captured = local.each_query_block(
-            query_block, (*zeros, of_operands.captured)
+        dq, of_sum, *zeros = (None if a is None else jnp.zeros_like(a) for a in like)
+        # rows that are not new have zero
+        (dq, of_sum), (dk, dv, dbias, captured) = local.each_query_block(
+            query_block, by_row, Block.add, (dq, of_sum), [*zeros, of_operands.captured]
         )
         if dbias is not None:
             shape = heads.take(of_operands.bias, 1).shape

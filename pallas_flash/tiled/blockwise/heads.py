@@ -13,8 +13,8 @@ from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.key_blocks import KeyBlock, find_band, static_key_blocks
 from pallas_flash.tiled.blockwise.logits import Logits
 from pallas_flash.tiled.blockwise.mask import TileMask
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange, block_at
-from pallas_flash.tiled.blockwise.tuning import Tiles, unrolled
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, block_at
+from pallas_flash.tiled.blockwise.tuning import Tiles, serialize, unrolled
 
 
 class HeadSlice(NamedTuple):
@@ -42,27 +42,54 @@ class HeadSlice(NamedTuple):
         blocks = static_key_blocks(p, tiles)
         return cls(p, tiles, query, key, value, sinks, mask, logits, blocks)
 
-    def each_query_block(self, query_block: Callable, outputs):
-        """Runs outputs = query_block(rows, key_blocks, outputs) for all query blocks; `key_blocks`
-        is None where a loop goes over them."""
-        size, length = self.tiles.block_q, self.problem.queries
-        if self.key_blocks is not None:
-            for i, key_blocks in enumerate(self.key_blocks):
-                rows = size if size == length else min(size, length - i * size)
-                outputs = query_block(Block(i * size, rows), key_blocks, outputs)
-            return outputs
-        band = find_band(self.problem, size, self.tiles.block_k)
+    @property
+    def blocks_have_whole_rows(self) -> bool:
+        """Whether each query block has at most one key block, of all keys that its rows see."""
+        if self.key_blocks is None:
+            return find_band(self.problem, self.tiles.block_q, self.tiles.block_k) is not None
+        return all(len(row) <= 1 for row in self.key_blocks)
 
-        def step(i, outputs):
-            rows = block_at(i, size, length)
-            keys = band and [band.key_block(self.problem.resolved_mask, rows)]
-            return query_block(rows, keys, outputs)
+    def each_query_block(self, query_block: Callable, by_row: tuple, put: Callable, start, carry):
+        """Runs results, carry = query_block(rows, key_blocks, of_rows, carry) for all query blocks,
+        and returns the results [B, K, G, T, n] of all rows, and the carry. `of_rows` are the rows
+        of the arrays by_row [B, K, G, T, n], and `key_blocks` is None where a loop goes over them.
+        A loop puts results into those of `start` by put(rows, start, results, 3)."""
+        size, length, tiles = self.tiles.block_q, self.problem.queries, self.tiles
+
+        def run(rows: Block, key_blocks, carry, before=None):
+            of_rows = [None if a is None else take_rows(rows, a) for a in by_row]
+            if before is not None:
+                # of which the products are computed: one number of each row has no order
+                wide = [i for i, a in enumerate(of_rows) if a is not None and a.shape[-1] > 1]
+                (before, carry), *ordered = after((before, carry), *(of_rows[i] for i in wide))
+                for i, a in zip(wide, ordered, strict=True):
+                    of_rows[i] = a
+            results, carry = query_block(rows, key_blocks, of_rows, carry)
+            return before, tuple(map(self._by_query, results)), carry
+
+        if self.key_blocks is not None:
+            done, results = [], None
+            in_turn = serialize(tiles, self.query.shape[:3], self.key_blocks)
+            for i, key_blocks in enumerate(self.key_blocks):
+                rows = Block(i * size, size if size == length else min(size, length - i * size))
+                before, results, carry = run(rows, key_blocks, carry, results if in_turn else None)
+                done[-1:] = done[-1:] if before is None else [before]
+                done.append(results)
+            join = lambda *blocks: blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, 3)
+            return tuple(map(join, *done)), carry
+        band = find_band(self.problem, size, tiles.block_k)
+
+        def step(i, state):
+            rows, (outputs, carry) = block_at(i, size, length), state
+            key_blocks = band and [band.key_block(self.problem.resolved_mask, rows)]
+            _, results, carry = run(rows, key_blocks, carry)
+            return tuple(put(rows, *x, 3) for x in zip(outputs, results, strict=True)), carry
 
         count = schedule.ceil_div(length, size)
         if band:
-            at_a_time = unrolled(self.tiles, self.query.shape[:3])
-            return lax.fori_loop(0, count, step, outputs, unroll=at_a_time)
-        return schedule.loop(0, count, step, outputs)
+            at_a_time = unrolled(tiles, self.query.shape[:3])
+            return lax.fori_loop(0, count, step, (start, carry), unroll=at_a_time)
+        return schedule.loop(0, count, step, (start, carry))
 
     def each_key_block(self, rows: Block, key_blocks, step: Callable, first, start):
         """Runs carry = step(keys, visible, rows_are_finite, carry) for all key blocks. The carry
@@ -90,7 +117,7 @@ class HeadSlice(NamedTuple):
         """The sinks [1, K, rows] of a block's rows."""
         return None if self.sinks is None else jnp.repeat(self.sinks, rows.size, axis=1)[None]
 
-    def by_query(self, x):
+    def _by_query(self, x):
         """[B, K, rows, n] -> [B, K, G, block_q, n]"""
         return x.reshape(*x.shape[:2], self.problem.group, -1, x.shape[-1])
 

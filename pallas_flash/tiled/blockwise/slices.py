@@ -75,15 +75,15 @@ class HeadRange(NamedTuple):
 
 
 def after(results, *arrays) -> tuple:
-    """The results and the arrays, ordered: nothing is computed from the arrays before all results
-    are there."""
+    """The results and the arrays (None stays), ordered: nothing is computed from the arrays before
+    all results are there."""
     if jax.__version_info__ >= (0, 11):
         return lax.optimization_barrier((results, *arrays))
     # XLA for CPUs drops barriers; but it cannot tell that what is computed here is always true
     first = (x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(results) if x.size)
     bits = functools.reduce(operator.or_, (lax.bitcast_convert_type(x, jnp.uint32) for x in first))
     is_there = lax.population_count(bits) <= 32
-    return results, *(jnp.where(is_there, x, 0) for x in arrays)
+    return results, *(x if x is None else jnp.where(is_there, x, 0) for x in arrays)
 
 
 def each_row(x, group: int):

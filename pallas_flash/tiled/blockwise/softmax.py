@@ -49,7 +49,8 @@ def probabilities(
     If these are all scores of their rows, P is divided by their own sum, as in the forward: XLA
     then computes P once in a program that has both."""
     if scale == 1.0:
-        return jnp.exp(s - m) * inverse_sum
+        p = jnp.exp(s - m)
+        return p if inverse_sum is None else p * inverse_sum
     p, _, block = step(-1, s, None, scale, rows_are_finite)
     if is_whole_row:
         return finish(p, block.l)
