@@ -88,12 +88,17 @@ class Blocks(NamedTuple):
         )
         return Blocks(first, full_first, full_last, self.last, self.index)
 
-    def visit(self, step, carry):
-        """carry = step(position, carry, masked=...) over all blocks, in order."""
-        masked, full = (functools.partial(_step, step, m) for m in (True, False))
-        carry = loop(self.first, self.full_first, masked, carry)
-        carry = loop(self.full_first, self.full_last, full, carry)
-        return loop(self.full_last, self.last, masked, carry)
+    def visit(self, step, carry, masked_first: bool = False):
+        """carry = step(position, carry, masked=...) over all blocks, in order, or those that need
+        their mask before the others."""
+        parts = [
+            (self.first, self.full_first, True),
+            (self.full_first, self.full_last, False),
+            (self.full_last, self.last, True),
+        ]
+        for start, stop, masked in sorted(parts, key=lambda part: masked_first and not part[2]):
+            carry = loop(start, stop, functools.partial(_step, step, masked), carry)
+        return carry
 
 
 def _step(step, masked: bool, t, carry):

@@ -59,6 +59,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         return lists.forward(problem, tiles, x)
     if tiles.decode:
         return decode.forward(problem, tiles.decode, x)
+    tiles = tiles.chunk or tiles
     p, wide, x = problem.without_lists, sums(tiles.dtype), with_block_mask(problem, tiles, x)
 
     def one_range(heads: HeadRange, outputs):
@@ -73,13 +74,13 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 o, state = carry
-                s = local.logits.forward(q, local.key, rows, keys)
+                s = local.logits.forward(q, local.key_block(local.key, keys), rows, keys)
                 s = s if visible is None else jnp.where(visible, s, -jnp.inf)
                 prob, alpha, state = softmax.step(3, s, state, scale, rows_are_finite)
                 if normalise_first:
                     prob = online_softmax.finish(prob, state.l, p.kept)
                 prob = local.logits.drop(prob, rows, keys)
-                pv = _weighted_sum(prob, keys.take(local.value, 2), normalise_first)
+                pv = _weighted_sum(prob, local.key_block(local.value, keys), normalise_first)
                 return pv if alpha is None else o * alpha[..., None] + pv, state
 
             o, sinks = zeros(q.shape[2], p.value_size), local.sink_of_rows(rows)
@@ -91,9 +92,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
 
         shape = p.group, p.queries
         start = zeros(*shape, p.value_size), *(zeros(*shape, 1) for _ in range(p.statistics))
-        (o, *state), _ = local.each_query_block(
-            query_block, (local.query,), Block.put, start, ()
-        )
+        (o, *state), _ = local.each_query_block(query_block, (local.query,), Block.put, start, ())
         o = o if normalise_first else online_softmax.finish(o, state[1][..., 0], p.kept)
         state = (a.reshape(heads.batch, -1, p.queries) for a in state)
         return (

@@ -22,9 +22,10 @@ class HeadSlice(NamedTuple):
 
     problem: Problem
     tiles: Tiles
+    heads: HeadRange
     query: jax.Array  # [B, K, G, T, H], times `logits.query_factor`
-    key: jax.Array  # [B, K, S, H]
-    value: jax.Array  # [B, K, S, Hv]
+    key: jax.Array  # [B, K, S, H]; where tiles.in_place as it is stored, for `key_block`
+    value: jax.Array  # [B, K, S, Hv], as the key
     sinks: jax.Array | None  # [K, G]
     mask: TileMask
     logits: Logits
@@ -33,14 +34,24 @@ class HeadSlice(NamedTuple):
     @classmethod
     def take(cls, p: Problem, tiles: Tiles, heads: HeadRange, x: Operands) -> "HeadSlice":
         mask, logits = TileMask.take(p, heads, x), Logits.take(p, tiles, heads, x)
-        q, k, v = (by_head(a, heads).astype(tiles.dtype) for a in (x.query, x.key, x.value))
+        q = by_head(x.query, heads).astype(tiles.dtype)
         query = mask.zero_blind_rows(q * logits.query_factor)
-        key, value = (mask.zero_hidden_keys(a[:, :, 0]) for a in (k, v))
+        key, value = x.key, x.value
+        if not tiles.in_place:
+            k, v = (by_head(a, heads).astype(tiles.dtype) for a in (key, value))
+            key, value = (mask.zero_hidden_keys(a[:, :, 0]) for a in (k, v))
         sinks = x.sinks
         if sinks is not None:
             sinks = heads.take(sinks[None], 1).reshape(heads.heads, -1)
         blocks = static_key_blocks(p, tiles)
-        return cls(p, tiles, query, key, value, sinks, mask, logits, blocks)
+        return cls(p, tiles, heads, query, key, value, sinks, mask, logits, blocks)
+
+    def key_block(self, x, keys: Block):
+        """The keys or values [B, K, keys, n] of a block."""
+        if not self.tiles.in_place:
+            return keys.take(x, 2)
+        x = by_head(keys.take(x, 1), self.heads)[:, :, 0].astype(self.tiles.dtype)
+        return self.mask.zero_hidden_keys(x, keys)
 
     @property
     def blocks_have_whole_rows(self) -> bool:
@@ -94,7 +105,7 @@ class HeadSlice(NamedTuple):
     def each_key_block(self, rows: Block, key_blocks, step: Callable, first, start):
         """Runs carry = step(keys, visible, rows_are_finite, carry) for all key blocks. The carry
         begins as `first` where they are static, and as `start` where loops go over them."""
-        mask = self.mask.for_rows(rows, self.key.shape[1])
+        mask = self.mask.for_rows(rows, self.query.shape[1])
         if key_blocks is None:
             size, length = self.tiles.block_k, self.problem.keys
             blocks = mask.key_blocks(rows, size, length)
@@ -103,7 +114,8 @@ class HeadSlice(NamedTuple):
                 keys = block_at(blocks.index(t), size, length)
                 return step(keys, mask.visible(rows, keys, masked), False, carry)
 
-            return blocks.visit(visit, start)
+            # XLA computes the scores of a last block that is alone before the loop
+            return blocks.visit(visit, start, masked_first=True)
         if not key_blocks:
             return start
         is_hidden = mask.dense is not None or mask.lists is not None

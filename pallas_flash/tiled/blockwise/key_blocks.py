@@ -71,7 +71,7 @@ def count_scores(p: Problem, block_q: int) -> int:
 def static_key_blocks(p: Problem, tiles) -> list[list[KeyBlock]] | None:
     """The key blocks of each query block; None where loops go over them, or where they are a
     Band."""
-    if find_band(p, tiles.block_q, tiles.block_k):
+    if tiles.in_place or find_band(p, tiles.block_q, tiles.block_k):
         return None
     one_q, one_k = tiles.block_q == p.queries, tiles.block_k == p.keys
     if p.resolved_mask.has_data and not one_k:

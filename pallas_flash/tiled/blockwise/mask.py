@@ -57,16 +57,18 @@ class TileMask(NamedTuple):
             return x
         return jnp.where((self.start < self.stop)[:, None, None, :, None], x, 0)
 
-    def zero_hidden_keys(self, x):
-        """x [B, K, S, n] with 0 for keys beyond every row's interval, and those that no list names,
-        where there may be NaN."""
+    def zero_hidden_keys(self, x, keys: Block | None = None):
+        """x [B, K, S, n], or a block of its keys, with 0 for keys beyond every row's interval, and
+        those that no list names, where there may be NaN."""
         if self.lists is not None:
             is_named = self._by_head(self.lists.any_names()[:, :, None], x.shape[1]).any((2, 3))
+            is_named = is_named if keys is None else keys.take(is_named, 2)
             x = jnp.where(is_named[..., None], x, 0)
         if not self.has_data:
             return x
         last = jnp.max(jnp.where(self.start < self.stop, self.stop, 0), axis=1, keepdims=True)
-        is_before = jnp.arange(x.shape[2], dtype=jnp.int32)[None] < last
+        index = jnp.arange(x.shape[2], dtype=jnp.int32) if keys is None else keys.index
+        is_before = index[None] < last
         return jnp.where(is_before[:, None, :, None], x, 0)
 
     def interval(self, rows: Block):

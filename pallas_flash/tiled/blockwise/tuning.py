@@ -41,6 +41,8 @@ class Tiles(NamedTuple):
     decode: DecodeTiles | Literal[False] | None = None  # False: a backward follows the forward
     why: str | None = None  # the reason for block_q
     lists: ListTiles | None = None  # of lists of keys, which all passes walk over
+    chunk: "Tiles | None" = None  # of a forward of few queries that no backward follows
+    in_place: bool = False  # keys and values are read where they lie, and copied by block
 
     @property
     def walks_lists(self) -> bool:
@@ -63,6 +65,8 @@ class Tiles(NamedTuple):
                 f"{self.decode.dtype}"
             )
             return f"{forward}; backward {self._replace(decode=None)}"
+        if self.chunk:
+            return f"{self.chunk}, keys where they lie; backward {self._replace(chunk=None)}"
         queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
         heads = "1 key/value head" if self.heads == 1 else f"{self.heads or 'all'} key/value heads"
         forward = f" ({self.forward_heads or 'all'} where no backward follows)"
@@ -74,7 +78,7 @@ class Tiles(NamedTuple):
     def for_gradient(self) -> "Tiles":
         """The tiles of a forward that the backward follows. It does not decode: its products round
         as the backward's do, and XLA may compute them once for both."""
-        return self._replace(forward_heads=self.heads, decode=False)
+        return self._replace(forward_heads=self.heads, decode=False, chunk=None)
 
 
 # Limits on a CPU; measurements: results.md#cpu-tiles and #decoding. A score takes ten bytes in a
@@ -82,7 +86,10 @@ class Tiles(NamedTuple):
 SCORES = 5 * 2**18  # scores of a block, and of the heads at a time: 13 MB, which the caches hold
 CALL_SCORES = 3 * 2**20  # scores of all heads, if these go at once: 30 MiB
 ROWS = 128  # rows of a block under a mask that hides much of it: smaller blocks compute less
+STEP_SCORES = 2**18  # scores of a step of a loop: fewer leave cores idle
 KEYS = 256  # keys of a block in a loop, or under a mask_mod: blocks of 512 skip fewer
+FEW_KEYS = 6 * KEYS  # up to which loops would skip too little
+MANY_KEYS = 8192  # from which on loops are as fast as large blocks, for few queries too
 MAPPED_BYTES = 2**25  # keys and values that a copy by heads would map anew in each call
 COPIED_KEYS = 2048  # the regular forward copies keys and values by heads where there are more
 STEP_BYTES = 2**20  # keys and values of a batch row, to be worth a step of a loop over batch rows
@@ -94,7 +101,9 @@ def tiles(problem: Problem, walk: str | None = None) -> Tiles:
     by this one."""
     if problem.resolved_mask.lists is not None:
         return _with_lists(problem, walk)
-    return _tiles(problem)._replace(decode=decode_tiles(problem) if _decodes(problem) else None)
+    if _decodes(problem):
+        return _tiles(problem)._replace(decode=decode_tiles(problem))
+    return _tiles(problem)._replace(chunk=_chunk(problem))
 
 
 def takes_lists(p: Problem) -> bool:
@@ -157,7 +166,8 @@ def _tiles(problem: Problem) -> Tiles:
         return Tiles(_at_most(block_q, p.queries), _at_most(block_k, p.keys), None, dtype)
     rows, why = _query_block(p)
     block_q = min(rows, p.queries)
-    skips = _loops_over_keys(p) or p.resolved_mask.mask_mod is not None
+    mask_mod = p.resolved_mask.mask_mod
+    skips = _loops_over_keys(p) or mask_mod is not None
     band = None if skips else find_band(p, block_q, p.keys)
     tiles = Tiles(block_q, band.width if band else p.keys, None, dtype, why=why)
     # copies of queries, keys and values, in numbers that take as many bytes as scores
@@ -167,7 +177,8 @@ def _tiles(problem: Problem) -> Tiles:
     elif not skips and static_key_blocks(p, tiles):
         scores = p.group * count_scores(p, block_q) + copies
     else:
-        tiles = tiles._replace(block_k=min(KEYS, p.keys))
+        keys = KEYS if mask_mod is not None else _loop_block(p)[1]
+        tiles = tiles._replace(block_k=min(keys, p.keys))
         # a step of a loop with a fifth of SCORES is faster (results.md#cpu-tiles)
         scores = 5 * p.group * block_q * tiles.block_k
     if not _is_one_device():
@@ -177,12 +188,46 @@ def _tiles(problem: Problem) -> Tiles:
     return tiles._replace(heads=heads, forward_heads=forward_heads)
 
 
+def _loop_block(p: Problem) -> tuple[int, int]:
+    """Queries and keys of a block at most, where loops go over the keys: a step of fewer than four
+    heads has larger ones."""
+    larger = 2 if _is_one_device() and p.batch * p.heads < 4 else 1
+    return min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS * larger), KEYS * larger
+
+
+def _chunk(p: Problem) -> Tiles | None:
+    """The tiles of a forward of few queries to many keys: loops that copy the keys of one block at
+    a time. None for other problems, and for scores that are few at once."""
+    mask, (block_q, block_k) = p.resolved_mask, _loop_block(p)
+    if not (_on_cpu() and _is_one_device() and p.is_static) or mask.mask_mod is not None:
+        return None
+    block_q = min(even(p.queries, block_q), p.queries)
+    keys = key_range(mask, 0, p.queries - 1)
+    visible = p.queries * (keys.last - keys.first)
+    if mask.has_data:
+        is_long = p.keys > FEW_KEYS
+    else:
+        is_long = keys.last - keys.first >= MANY_KEYS
+        is_long = is_long and visible <= EXTRA * count_scores(p, ROWS // 8)
+    if not is_long or p.queries > min(4 * block_q, p.keys // 2):
+        return None
+    dtype, heads = _dtype(p), p.batch * p.heads
+    copies_keys = p.kv_heads > 1 or dtype != p.dtype
+    fewest = STEP_SCORES if copies_keys or mask.has_data else SCORES
+    if heads * visible <= fewest:
+        return None
+    most_k = p.keys // UNROLLED if mask.has_data else p.keys  # lengths may hide most of them
+    block_k = max(block_k, min(STEP_SCORES // (heads * block_q), most_k) // KEYS * KEYS)
+    at_a_time = _heads(p, 3 * p.group * block_q * block_k)
+    return Tiles(block_q, block_k, at_a_time, dtype, at_a_time, in_place=True)
+
+
 def _query_block(p: Problem) -> tuple[int, str]:
     """How many queries a block has, and why: the first of five rules. Blocks with all keys that
     their rows see are the fastest if they are few, or alike. Where a mask hides much, small blocks
     compute less of it."""
     mask, length = p.resolved_mask, p.queries
-    in_loops = min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS)
+    in_loops, _ = _loop_block(p)
     if _loops_over_keys(p) or mask.mask_mod is not None:
         size = in_loops if mask.mask_mod is None else ROWS
         return even(length, size), "small blocks, of which the mask hides some"
@@ -200,7 +245,9 @@ def _query_block(p: Problem) -> tuple[int, str]:
         # with a bias _loops_over_keys has the reason
         if fewest * heads > 2 * UNROLLED and p.bias is None:
             return even(length, in_loops), "loops over the keys that a block sees"
-    few = even(length, max(ceil_div(length, UNROLLED), narrow))
+    # from four on, blocks of 128 rows take as long as of 256, and twice the time to compile
+    least = max(2 * ROWS // p.group, 16) if length > 4 * ROWS else narrow
+    few = even(length, max(ceil_div(length, UNROLLED), narrow, least))
     return few, f"up to {UNROLLED} blocks, each with the keys that it sees"
 
 
@@ -222,7 +269,7 @@ def _loops_over_keys(p: Problem) -> bool:
     """Whether loops go over blocks of keys: the mask has data, or the queries follow a long cache,
     so that blocks with all keys that they see would be large and many. With few keys loops would
     skip too little, and with a bias each step would copy the sum of its gradient."""
-    few = isinstance(p.keys, int) and (p.keys <= 6 * KEYS or p.bias is not None)
+    few = isinstance(p.keys, int) and (p.keys <= FEW_KEYS or p.bias is not None)
     return (p.resolved_mask.has_data or _is_behind_cache(p)) and not few
 
 
@@ -262,7 +309,9 @@ def for_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
     if few is None:
         return tiles
     fewer = lambda heads: few if heads is None else min(heads, few)
-    return tiles._replace(heads=fewer(tiles.heads), forward_heads=fewer(tiles.forward_heads))
+    chunk = tiles.chunk and for_calls(tiles.chunk, p, calls)
+    heads, forward_heads = fewer(tiles.heads), fewer(tiles.forward_heads)
+    return tiles._replace(heads=heads, forward_heads=forward_heads, chunk=chunk)
 
 
 def _heads(p: Problem, scores: int, copied: int = 0) -> int | None:
