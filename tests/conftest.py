@@ -127,6 +127,7 @@ def small_tiles(monkeypatch):
 def small_caches(monkeypatch):
     """No copy of keys is small: blockwise decodes whatever is decoding."""
     monkeypatch.setattr(blockwise.tuning, "_decodes", split_kv.is_decoding)
+    monkeypatch.setattr(blockwise.tuning, "_remembered", blockwise.tuning._choose)
 
 
 @pytest.fixture
@@ -135,6 +136,7 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(split_kv, "KEYS", 1)
     monkeypatch.setattr(split_kv, "num_splits", lambda *_: 3)
     monkeypatch.setattr(blockwise.tuning, "DECODE_KEYS", 16)
+    monkeypatch.setattr(blockwise.tuning, "_remembered", blockwise.tuning._choose)
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     of = triton.tuning.decode_tiles
     monkeypatch.setattr(triton.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))

@@ -80,6 +80,7 @@ ALIKE = [  # T, S, K, mask
 def loops_over_few_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "UNROLLED", 1)
     monkeypatch.setattr(key_blocks, "UNROLLED", 1)
+    monkeypatch.setattr(tuning, "_remembered", tuning._choose)
     key_blocks.find_band.cache_clear()
     yield
     key_blocks.find_band.cache_clear()
@@ -247,8 +248,7 @@ def test_chunks_behind_a_long_cache_go_in_loops_and_equal_the_reference(
     T, offset, kw, monkeypatch, rng
 ):
     monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
-    for name, size in dict(KEYS=16, SCORES=2**7, UNROLLED=2).items():
-        monkeypatch.setattr(tuning, name, size)
+    small_limits(monkeypatch)
     q, k, v = qkv(rng, Sizes(T=T, S=131, N=6, K=2, H=11, Hv=5, B=2))
     tiles = explain(q, k, v, implementation="blockwise", query_offset=offset, **kw).tiles
     assert tiles.block_k == 16
@@ -259,6 +259,57 @@ def test_chunks_behind_a_long_cache_go_in_loops_and_equal_the_reference(
     equal(
         *(value_and_gradients(attend(name))(q, k, v) for name in ("blockwise", "reference")), 2e-5
     )
+
+
+def small_limits(monkeypatch):
+    """Some dozens of keys are many, for loops on one device."""
+    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
+    monkeypatch.setattr(tuning, "_remembered", tuning._choose)
+    limits = dict(KEYS=16, FEW_KEYS=96, MANY_KEYS=64, SCORES=2**7, STEP_SCORES=2**7, UNROLLED=2)
+    for name, size in limits.items():
+        monkeypatch.setattr(tuning, name, size)
+
+
+LENGTHS = np.array([131, 40], np.int32)
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        dict(is_causal=True, query_offset=108),
+        dict(),
+        dict(logits_soft_cap=20.0, local_window_size=(99, 3), query_offset=100),
+        dict(key_value_seq_lengths=LENGTHS, is_causal=True, query_offset=LENGTHS - 23),
+        dict(
+            query_segment_ids=np.arange(23)[None] // 9,
+            key_value_segment_ids=np.arange(131)[None] // 51,
+            sinks=np.array([0.5, 1, 2, 0, 1, 3], np.float32),
+        ),
+        dict(
+            score_mod=lambda s, b, h, i, j: s - 0.01 * h * (i - j), is_causal=True, query_offset=90
+        ),
+        dict(dropout_rate=0.3, dropout_rng=jax.random.key(0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forward_of_few_queries_copies_a_block_of_keys_at_a_time_and_equals_the_reference(
+    dtype, kw, monkeypatch, rng
+):
+    small_limits(monkeypatch)
+    x = [a.astype(dtype) for a in qkv(rng, Sizes(T=23, S=131, N=6, K=2, H=11, Hv=5, B=2))]
+    tiles = explain(*x, implementation="blockwise", **kw).tiles
+    assert tiles.chunk.in_place and tiles.chunk.block_k == 16
+    assert not tiles.for_gradient().chunk
+    if "key_value_seq_lengths" in kw:
+        padding = jnp.arange(131)[None, :, None, None] >= LENGTHS[:, None, None, None]
+        x[1:] = [jnp.where(padding, jnp.nan, a) for a in x[1:]]
+
+    def attend(name, dtype):
+        of = flash_attention(*(a.astype(dtype) for a in x), implementation=name, **kw)
+        return of.astype("float32")
+
+    found = attend("blockwise", dtype), attend("reference", "float32")
+    equal(*found, 2e-5 if dtype == "float32" else 2e-2)
 
 
 def test_a_text_alone_has_blocks_of_all_its_keys_and_a_chunk_behind_a_long_cache_loops(

@@ -25,8 +25,12 @@ def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
     shown = [x for x in given.parameters.values() if x.kind != x.KEYWORD_ONLY]
     setattr(cls.__init__, "__signature__", given.replace(parameters=shown))  # noqa: B010, types know none
 
+    no_data = (None,) * len(names)
+
     def flatten(x):
         values, leaves = [getattr(x, name) for name in names], vars(x).get("_leaves", ())
+        if not leaves and not any(map(is_data, values)):
+            return no_data, tuple(values)
         is_leaf = [
             name in leaves or (is_data(value) and name not in static)
             for name, value in zip(names, values, strict=True)

@@ -1,5 +1,6 @@
 """Tiles of blockwise: the blocks of queries and keys, and on a CPU the heads at a time."""
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -101,9 +102,18 @@ def tiles(problem: Problem, walk: str | None = None) -> Tiles:
     by this one."""
     if problem.resolved_mask.lists is not None:
         return _with_lists(problem, walk)
-    if _decodes(problem):
-        return _tiles(problem)._replace(decode=decode_tiles(problem))
-    return _tiles(problem)._replace(chunk=_chunk(problem))
+    choose = _choose if problem.resolved_mask.mask_mod is not None else _remembered
+    return choose(problem, _on_cpu(), _is_one_device())
+
+
+def _choose(p: Problem, *device: bool) -> Tiles:
+    """The tiles of a problem without lists, on this kind of device."""
+    if _decodes(p):
+        return _tiles(p)._replace(decode=decode_tiles(p))
+    return _tiles(p)._replace(chunk=_chunk(p))
+
+
+_remembered = functools.lru_cache(256)(_choose)
 
 
 def takes_lists(p: Problem) -> bool:
