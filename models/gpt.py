@@ -6,6 +6,7 @@ The letters: B batch, T tokens, D features, V vocabulary.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -84,7 +85,10 @@ class Block(nnx.Module):
         if cache is not None:
             y, cache = y
         x = x + self.dropout(y, **training)
-        return x + self.dropout(self.down(nnx.gelu(self.up(self.mlp_norm(x)))), **training), cache
+        # without the barrier XLA's CPU compiler computes the derivative of gelu and its transpose,
+        # which the gradient of up's weights takes, in one slow loop
+        hidden = nnx.gelu(jax.lax.optimization_barrier(self.up(self.mlp_norm(x))))
+        return x + self.dropout(self.down(hidden), **training), cache
 
 
 class GPT(nnx.Module):
