@@ -281,8 +281,8 @@ LENGTHS = np.array([131, 40], np.int32)
         dict(logits_soft_cap=20.0, local_window_size=(99, 3), query_offset=100),
         dict(key_value_seq_lengths=LENGTHS, is_causal=True, query_offset=LENGTHS - 23),
         dict(
-            query_segment_ids=np.arange(23)[None] // 9,
-            key_value_segment_ids=np.arange(131)[None] // 51,
+            query_segment_ids=np.tile(np.arange(23) // 9, (2, 1)),
+            key_value_segment_ids=np.tile(np.arange(131) // 51, (2, 1)),
             sinks=np.array([0.5, 1, 2, 0, 1, 3], np.float32),
         ),
         dict(

@@ -108,14 +108,32 @@ def test_a_chunk_behind_a_long_cache_takes_no_more_memory_where_its_offset_is_an
     assert attend_bytes(*x, S - T, **visible, **kw) <= 1.3 * least
 
 
-@pytest.mark.parametrize("T", [17, 128])
-def test_a_call_of_more_rows_than_decode_copies_few_heads_of_a_long_cache(T, monkeypatch):
+CHUNKS = {  # the heads, the size of keys and values, the dtype
+    "groups": (32, 8, 128, "bfloat16"),
+    "groups, copied": (8, 2, 64, "float32"),
+    "a key head for each": (8, 8, 64, "float32"),
+    "one key head": (4, 1, 128, "bfloat16"),
+    "latents": (128, 1, 576, "bfloat16"),
+}
+LENGTHS = 9, 17, 24, 33, 48, 65, 100, 160, 300, 600
+
+
+@pytest.mark.parametrize("S", whole_but([16384, 65536], 65536))
+@pytest.mark.parametrize("T", whole_but(LENGTHS, 24, 160))
+@pytest.mark.parametrize("name", whole_but(CHUNKS, "groups"))
+def test_a_chunk_of_a_prompt_copies_a_block_of_its_cache_at_a_time_under_any_mask(
+    name, T, S, monkeypatch
+):
+    """16 MB is what one block may take where the keys are not copied."""
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
-    S, K, H = 16384, 8, 64
-    q, k = (jax.ShapeDtypeStruct((1, n, h, H), jnp.float32) for n, h in ((T, 4 * K), (S, K)))
-    offset = jax.ShapeDtypeStruct((1,), jnp.int32)
-    copies = 2 * K * S * H * 4  # of the keys and values of all heads
-    assert attend_bytes(q, k, offset, is_causal=True) < copies * 3 / 4
+    N, K, H, dtype = CHUNKS[name]
+    x = [jax.ShapeDtypeStruct((1, n, heads, H), dtype) for n, heads in ((T, N), (S, K))]
+    as_array, window = jax.ShapeDtypeStruct((1,), jnp.int32), dict(local_window_size=(S // 2, 0))
+    causal = dict(is_causal=True)
+    masks = (S - T, causal), (as_array, causal), (None, {}), (S - T, window)
+    found = [attend_bytes(*x, offset, **kw) for offset, kw in masks]
+    rows = 4 * T * N * H  # of o, in the dtype of sums
+    assert max(found) <= max(1.3 * min(found), 16e6 if K == 1 else 5.3e6) + rows
 
 
 # T, N, K, the sizes of keys and values, the block of a list and how many there are

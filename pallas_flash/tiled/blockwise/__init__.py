@@ -144,7 +144,7 @@ def backward(
             for a in (*row_scale, delta)
         )
         if tiles.is_wide:  # (P / l)^T dO = P^T (dO / l): l divides no scores
-            do_, delta_, inverse_sum, dlse = do_ * inverse_sum, delta_ * inverse_sum, None, None
+            do_, delta_ = do_ * inverse_sum, delta_ * inverse_sum
         # p and ds are smaller than q and do
         few_keys = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size
         q_t, do_t = (
@@ -169,12 +169,15 @@ def backward(
                 prob = softmax.probabilities(
                     s,
                     m,
-                    inverse_sum,
+                    None if tiles.is_wide else inverse_sum,
                     local.logits.exponent_scale,
                     rows_are_finite,
                     is_whole_row and rows.first_new is None,  # else m says which rows are new
                 )
-                delta_s = softmax.delta(prob, dp, visible) - dlse_i if is_whole_row else delta_i
+                delta_s = delta_i
+                if is_whole_row:
+                    delta_s = softmax.delta(prob, dp, visible) - dlse_i
+                    delta_s = delta_s * inverse_sum if tiles.is_wide else delta_s
                 prob, ds = online_softmax.gradients(prob, dp - delta_s, visible, tanh)
                 ds, captured = back(ds, captured) if back else (ds, captured)
                 low = ds.astype(q.dtype)
