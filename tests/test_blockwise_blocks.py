@@ -145,6 +145,26 @@ def test_blocks_that_run_at_a_time_have_no_more_scores_than_fit():
     assert [steps(4, 128, 192), steps(16, 128, 192), steps(4, 160, 8192)] == [6, 1, 1]
 
 
+@pytest.mark.parametrize("T, blocks", [(512, 4), (1024, 4), (2048, 8)])
+def test_a_block_of_forward_and_backward_is_some_two_dozen_fusions_to_compile(
+    T, blocks, monkeypatch
+):
+    """The passes of its formulas are 17: eight products with q k^T twice, two exponentials, two
+    reductions, a mask and its maximum, dS, and the sums of dK and dV. The others take slices."""
+    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
+    x = jax.ShapeDtypeStruct((1, T, 4, 64), jnp.float32)
+    attend = functools.partial(flash_attention, is_causal=True, implementation="blockwise")
+
+    def both(q, k, v, do):
+        o, vjp = jax.vjp(attend, q, k, v)
+        return o, *vjp(do)
+
+    program = jax.jit(both).lower(x, x, x, x).compile().as_text()
+    kernels = re.findall(r" (?:fusion|dot|reduce|copy|custom-call)\(", program.split("ENTRY")[1])
+    found = len(kernels) / blocks
+    assert found <= 26, found
+
+
 def test_few_blocks_under_a_window_are_not_a_loop():
     has_loop = lambda T: "stablehlo.while" in lowered(1, T, local_window_size=(64, 0))
     assert not has_loop(512) and not has_loop(1024) and has_loop(1032)
@@ -316,7 +336,7 @@ def test_a_text_alone_has_blocks_of_all_its_keys_and_a_chunk_behind_a_long_cache
     monkeypatch,
 ):
     monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
-    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.float32) for n in (4096, 65536))
+    q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.float32) for n in (2048, 65536))
     find = lambda k, at: explain(q, k, k, is_causal=True, query_offset=at).tiles.block_k
-    assert find(q, 0) == 4096
-    assert find(k, 61440) == tuning.KEYS
+    assert find(q, 0) == 2048
+    assert find(k, 63488) == tuning.KEYS

@@ -253,7 +253,7 @@ def _query_block(p: Problem) -> tuple[int, str]:
             return narrow, "a loop over blocks that see equally many keys"
         heads = 1 if _is_one_device() else p.batch * p.kv_heads  # heads at a time
         # with a bias _loops_over_keys has the reason
-        if fewest * heads > 2 * UNROLLED and p.bias is None:
+        if 2 * fewest * heads > 3 * UNROLLED and p.bias is None:
             return even(length, in_loops), "loops over the keys that a block sees"
     # from four on, blocks of 128 rows take as long as of 256, and twice the time to compile
     least = max(2 * ROWS // p.group, 16) if length > 4 * ROWS else narrow
