@@ -103,7 +103,7 @@ def tiles(problem: Problem, walk: str | None = None) -> Tiles:
     if problem.resolved_mask.lists is not None:
         return _with_lists(problem, walk)
     choose = _choose if problem.resolved_mask.mask_mod is not None else _remembered
-    return choose(problem, _on_cpu(), _is_one_device())
+    return choose(problem, _on_cpu(), _one_at_a_time())
 
 
 def _choose(p: Problem, *device: bool) -> Tiles:
@@ -201,16 +201,17 @@ def _tiles(problem: Problem) -> Tiles:
 def _loop_block(p: Problem) -> tuple[int, int]:
     """Queries and keys of a block at most, where loops go over the keys: a step of fewer than four
     heads has larger ones."""
-    larger = 2 if _is_one_device() and p.batch * p.heads < 4 else 1
+    larger = 2 if p.batch * p.heads < 4 and _one_at_a_time() else 1
     return min(max(UNROLLED * ROWS // p.group, 32), 2 * ROWS * larger), KEYS * larger
 
 
 def _chunk(p: Problem) -> Tiles | None:
     """The tiles of a forward of few queries to many keys: loops that copy the keys of one block at
     a time. None for other problems, and for scores that are few at once."""
-    mask, (block_q, block_k) = p.resolved_mask, _loop_block(p)
-    if not (_on_cpu() and _is_one_device() and p.is_static) or mask.mask_mod is not None:
+    mask = p.resolved_mask
+    if not (_one_at_a_time() and p.is_static) or mask.mask_mod is not None:
         return None
+    block_q, block_k = _loop_block(p)
     block_q = min(even(p.queries, block_q), p.queries)
     keys = key_range(mask, 0, p.queries - 1)
     visible = p.queries * (keys.last - keys.first)
