@@ -156,6 +156,7 @@ def backward(
             q, do_i, m, inverse_sum, dlse_i, delta_i = of_rows
             q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
             is_whole_row = local.blocks_have_whole_rows and dlse is not None
+            divided = inverse_sum if tiles.is_wide else 1.0
             if rows.first_new is not None:
                 is_new = each_row(rows.index[None] >= rows.first_new, p.group)
                 m = jnp.where(is_new, m, jnp.inf)
@@ -176,8 +177,7 @@ def backward(
                 )
                 delta_s = delta_i
                 if is_whole_row:
-                    delta_s = softmax.delta(prob, dp, visible) - dlse_i
-                    delta_s = delta_s * inverse_sum if tiles.is_wide else delta_s
+                    delta_s = (softmax.delta(prob, dp, visible) - dlse_i) * divided
                 prob, ds = online_softmax.gradients(prob, dp - delta_s, visible, tanh)
                 ds, captured = back(ds, captured) if back else (ds, captured)
                 low = ds.astype(q.dtype)

@@ -70,11 +70,7 @@ class HeadSlice(NamedTuple):
         def run(rows: Block, key_blocks, carry, before=None):
             of_rows = [None if a is None else take_rows(rows, a) for a in by_row]
             if before is not None:
-                # of which the products are computed: one number of each row has no order
-                wide = [i for i, a in enumerate(of_rows) if a is not None and a.shape[-1] > 1]
-                (before, carry), *ordered = after((before, carry), *(of_rows[i] for i in wide))
-                for i, a in zip(wide, ordered, strict=True):
-                    of_rows[i] = a
+                (before, carry), *of_rows = after((before, carry), *of_rows)
             results, carry = query_block(rows, key_blocks, of_rows, carry)
             return before, tuple(map(self._by_query, results)), carry
 

@@ -193,8 +193,9 @@ def _tiles(problem: Problem) -> Tiles:
         scores = 5 * p.group * block_q * tiles.block_k
     if not _is_one_device():
         return tiles
-    key_bytes = p.keys * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
-    heads, forward_heads = (_heads(p, scores * size // 10, key_bytes) for size in (10, 6))
+    rows = p.keys if tiles.block_k == p.keys or band else p.keys + p.group * p.queries
+    copied = rows * (p.head_size + p.value_size) * jnp.dtype(dtype).itemsize
+    heads, forward_heads = (_heads(p, scores * size // 10, copied) for size in (10, 6))
     return tiles._replace(heads=heads, forward_heads=forward_heads)
 
 
