@@ -124,7 +124,7 @@ LENGTHS = 9, 17, 24, 33, 48, 65, 100, 160, 300, 600
 def test_a_chunk_of_a_prompt_copies_a_block_of_its_cache_at_a_time_under_any_mask(
     name, T, S, monkeypatch
 ):
-    """16 MB is what one block may take where the keys are not copied."""
+    """20 MB is what one block may take where the keys are not copied."""
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     N, K, H, dtype = CHUNKS[name]
     x = [jax.ShapeDtypeStruct((1, n, heads, H), dtype) for n, heads in ((T, N), (S, K))]
@@ -133,7 +133,7 @@ def test_a_chunk_of_a_prompt_copies_a_block_of_its_cache_at_a_time_under_any_mas
     masks = (S - T, causal), (as_array, causal), (None, {}), (S - T, window)
     found = [attend_bytes(*x, offset, **kw) for offset, kw in masks]
     rows = 4 * T * N * H  # of o, in the dtype of sums
-    assert max(found) <= max(1.3 * min(found), 16e6 if K == 1 else 5.3e6) + rows
+    assert max(found) <= max(1.3 * min(found), 20e6 if K == 1 else 5.3e6) + rows
 
 
 # T, N, K, the sizes of keys and values, the block of a list and how many there are

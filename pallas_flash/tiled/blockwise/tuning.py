@@ -221,7 +221,9 @@ def _chunk(p: Problem) -> Tiles | None:
     else:
         is_long = keys.last - keys.first >= MANY_KEYS
         is_long = is_long and visible <= EXTRA * count_scores(p, ROWS // 8)
-    if not is_long or p.queries > min(4 * block_q, p.keys // 2):
+    # a block of queries copies all keys, which takes little time beside the products of many rows
+    most_q = 4 * block_q if p.group * block_q < 2048 else p.queries
+    if not is_long or p.queries > min(most_q, p.keys // 2):
         return None
     dtype, heads = _dtype(p), p.batch * p.heads
     copies_keys = p.kv_heads > 1 or dtype != p.dtype
