@@ -285,6 +285,7 @@ def small_limits(monkeypatch):
     """Some dozens of keys are many, for loops on one device."""
     monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
     monkeypatch.setattr(tuning, "_remembered", tuning._choose)
+    monkeypatch.setattr(tuning, "LOOPS_ARE_FAST", True)
     limits = dict(KEYS=16, FEW_KEYS=96, MANY_KEYS=64, SCORES=2**7, STEP_SCORES=2**7, UNROLLED=2)
     for name, size in limits.items():
         monkeypatch.setattr(tuning, name, size)

@@ -125,6 +125,8 @@ def test_a_chunk_of_a_prompt_copies_a_block_of_its_cache_at_a_time_under_any_mas
     name, T, S, monkeypatch
 ):
     """20 MB is what one block may take where the keys are not copied."""
+    if name == "a key head for each" and not blockwise.tuning.LOOPS_ARE_FAST:
+        pytest.skip("jax 0.10 has blocks here, which it multiplies faster than in loops")
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     N, K, H, dtype = CHUNKS[name]
     x = [jax.ShapeDtypeStruct((1, n, heads, H), dtype) for n, heads in ((T, N), (S, K))]

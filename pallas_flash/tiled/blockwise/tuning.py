@@ -94,6 +94,8 @@ MANY_KEYS = 8192  # from which on loops are as fast as large blocks, for few que
 MAPPED_BYTES = 2**25  # keys and values that a copy by heads would map anew in each call
 COPIED_KEYS = 2048  # the regular forward copies keys and values by heads where there are more
 STEP_BYTES = 2**20  # keys and values of a batch row, to be worth a step of a loop over batch rows
+# jax 0.10 takes 1.2 to 1.5 times as long as blocks for a forward in loops, if no heads are grouped
+LOOPS_ARE_FAST = jax.__version_info__ >= (0, 11)
 DECODE_KEYS = 512  # keys of all heads in a block of decoding: the caches hold them
 
 
@@ -221,6 +223,7 @@ def _chunk(p: Problem) -> Tiles | None:
     else:
         is_long = keys.last - keys.first >= MANY_KEYS
         is_long = is_long and visible <= EXTRA * count_scores(p, ROWS // 8)
+        is_long = is_long and (LOOPS_ARE_FAST or p.group > 1)
     # a block of queries copies all keys, which takes little time beside the products of many rows
     most_q = 4 * block_q if p.group * block_q < 2048 else p.queries
     if not is_long or p.queries > min(most_q, p.keys // 2):
@@ -257,7 +260,8 @@ def _query_block(p: Problem) -> tuple[int, str]:
             return narrow, "a loop over blocks that see equally many keys"
         heads = 1 if _is_one_device() else p.batch * p.kv_heads  # heads at a time
         # with a bias _loops_over_keys has the reason
-        if 2 * fewest * heads > 3 * UNROLLED and p.bias is None:
+        most = 3 * UNROLLED // 2 if LOOPS_ARE_FAST else 2 * UNROLLED
+        if fewest * heads > most and p.bias is None:
             return even(length, in_loops), "loops over the keys that a block sees"
     # from four on, blocks of 128 rows take as long as of 256, and twice the time to compile
     least = max(2 * ROWS // p.group, 16) if length > 4 * ROWS else narrow
