@@ -143,7 +143,9 @@ def backward(
             a if a is None else heads.take(a, 1).reshape(*do_.shape[:-1], 1)
             for a in (*row_scale, delta)
         )
-        if tiles.is_wide:  # (P / l)^T dO = P^T (dO / l): l divides no scores
+        # (P / l)^T dO = P^T (dO / l): l divides no scores. jax 0.10 would divide in slow transposes
+        divides_do = tiles.is_wide and jax.__version_info__ >= (0, 11)
+        if divides_do:
             do_, delta_ = do_ * inverse_sum, delta_ * inverse_sum
         # p and ds are smaller than q and do
         few_keys = tiles.is_wide and isinstance(tiles.block_k, int) and tiles.block_k < p.head_size
@@ -156,7 +158,7 @@ def backward(
             q, do_i, m, inverse_sum, dlse_i, delta_i = of_rows
             q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
             is_whole_row = local.blocks_have_whole_rows and dlse is not None
-            divided = inverse_sum if tiles.is_wide else 1.0
+            divided = inverse_sum if divides_do else 1.0
             if rows.first_new is not None:
                 is_new = each_row(rows.index[None] >= rows.first_new, p.group)
                 m = jnp.where(is_new, m, jnp.inf)
@@ -170,7 +172,7 @@ def backward(
                 prob = softmax.probabilities(
                     s,
                     m,
-                    None if tiles.is_wide else inverse_sum,
+                    None if divides_do else inverse_sum,
                     local.logits.exponent_scale,
                     rows_are_finite,
                     is_whole_row and rows.first_new is None,  # else m says which rows are new
