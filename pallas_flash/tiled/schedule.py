@@ -91,14 +91,12 @@ class Blocks(NamedTuple):
     def visit(self, step, carry, masked_first: bool = False):
         """carry = step(position, carry, masked=...) over all blocks, in order, or those that need
         their mask before the others."""
-        parts = [
-            (self.first, self.full_first, True),
-            (self.full_first, self.full_last, False),
-            (self.full_last, self.last, True),
-        ]
-        for start, stop, masked in sorted(parts, key=lambda part: masked_first and not part[2]):
-            carry = loop(start, stop, functools.partial(_step, step, masked), carry)
-        return carry
+        masked, full = (functools.partial(_step, step, m) for m in (True, False))
+        carry = loop(self.first, self.full_first, masked, carry)
+        if masked_first:
+            carry = loop(self.full_last, self.last, masked, carry)
+        carry = loop(self.full_first, self.full_last, full, carry)
+        return carry if masked_first else loop(self.full_last, self.last, masked, carry)
 
 
 def _step(step, masked: bool, t, carry):

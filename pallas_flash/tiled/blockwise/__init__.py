@@ -3,7 +3,8 @@ device.
 
 A sliding window is one loop over query blocks, each with the keys that it sees. Otherwise up to
 eight static blocks are unrolled; more are loops. On a CPU a few heads go at a time, so that the
-scores between two products stay in the caches.
+scores between two products stay in the caches. A forward of few queries behind a long cache copies
+the keys of one block at a time.
 
 The rows of a block are those of all query heads that share a key/value head, and its scores are
 [rows, keys]: the forward's products then take their operands as they lie, and XLA gives q k^T and

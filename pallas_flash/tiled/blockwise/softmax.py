@@ -45,9 +45,10 @@ def probabilities(
     s, m, inverse_sum, scale: float, rows_are_finite: bool = False, is_whole_row: bool = False
 ):
     """P of scores with the keys along the last axis, given the `RowScale` of each row; 0 where its
-    m is +inf. From scores without their scale their own maximum is subtracted first, as in `step`.
-    If these are all scores of their rows, P is divided by their own sum, as in the forward: XLA
-    then computes P once in a program that has both."""
+    m is +inf. Where inverse_sum is None P is not divided: scores that have their scale alone allow
+    it. From scores without their scale their own maximum is subtracted first, as in `step`. If
+    these are all scores of their rows, P is divided by their own sum, as in the forward: XLA then
+    computes P once in a program that has both."""
     if scale == 1.0:
         p = jnp.exp(s - m)
         return p if inverse_sum is None else p * inverse_sum

@@ -67,7 +67,8 @@ class Tiles(NamedTuple):
             )
             return f"{forward}; backward {self._replace(decode=None)}"
         if self.chunk:
-            return f"{self.chunk}, keys where they lie; backward {self._replace(chunk=None)}"
+            backward = self._replace(chunk=None, forward_heads=self.heads)
+            return f"{self.chunk}, keys read where they lie; backward {backward}"
         queries = "1 query" if self.block_q == 1 else f"{self.block_q} queries"
         heads = "1 key/value head" if self.heads == 1 else f"{self.heads or 'all'} key/value heads"
         forward = f" ({self.forward_heads or 'all'} where no backward follows)"
@@ -334,7 +335,7 @@ def for_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
 
 def _heads(p: Problem, scores: int, copied: int = 0) -> int | None:
     """Heads at a time, by a memory budget: a key/value head takes as much memory as `scores`
-    scores, and `copied` bytes of keys and values; None: all."""
+    scores, and `copied` bytes of operands; None: all."""
     heads = p.batch * p.kv_heads
     if heads * scores <= CALL_SCORES and heads * copied <= MAPPED_BYTES:
         return None
