@@ -108,6 +108,27 @@ def test_a_chunk_behind_a_long_cache_takes_no_more_memory_where_its_offset_is_an
     assert attend_bytes(*x, S - T, **visible, **kw) <= 1.3 * least
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "B, T, S, N, kw",
+    [
+        (8, 1, 8192, 8, {}),  # decoding
+        (8, 17, 8192, 8, {}),
+        (4, 1024, 1024, 16, {}),
+        (4, 1024, 1024, 16, dict(gradient=True)),
+        (1, 4096, 4096, 16, dict(local_window_size=(256, 0), gradient=True)),
+    ],
+)
+def test_no_call_in_16_bits_has_all_of_an_operand_in_float32(B, T, S, N, kw, dtype, monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+    x = lambda dtype: [jax.ShapeDtypeStruct((B, n, N, 64), dtype) for n in (T, S)]
+    as_array = jax.ShapeDtypeStruct((B,), jnp.int32) if T < S else None
+    wide, found = (
+        attend_bytes(*x(d), as_array, is_causal=True, **kw) for d in (jnp.float32, dtype)
+    )
+    assert found <= 1.3 * wide
+
+
 CHUNKS = {  # the heads, the size of keys and values, the dtype
     "groups": (32, 8, 128, "bfloat16"),
     "groups, copied": (8, 2, 64, "float32"),

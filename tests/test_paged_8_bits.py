@@ -26,6 +26,7 @@ from decoding import (
 from pallas_flash import explain, flash_attention, paged_attention, paged_cache
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.kernels import mma
 from pallas_flash.kernels.mma import tuning
 from pallas_flash.problem.page_layout import Pages
@@ -104,6 +105,15 @@ def test_8_bits_are_what_numpy_reads_in_all_256_patterns(stored):
         expected = patterns.view(stored).astype(dtype)
         found = from_8_bits(jnp.asarray(patterns.view(np.int8)), stored, dtype)
         found = found * BITCAST_SCALE[stored]
+        np.testing.assert_array_equal(*(np.float32(x) for x in (found, expected)))
+
+
+@pytest.mark.parametrize("stored", QUANTISED)
+def test_blockwise_reads_8_bits_as_numpy_does_in_all_256_patterns(stored):
+    patterns = np.arange(256, dtype=np.uint8).view(stored)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found = jax.jit(xla_cpu.widen, static_argnums=1)(patterns, dtype)
+        expected = patterns.astype(dtype)
         np.testing.assert_array_equal(*(np.float32(x) for x in (found, expected)))
 
 
@@ -198,18 +208,19 @@ def test_8_bits_err_as_stated_and_a_row_of_0_or_nan_stays_what_it_is(stored, rng
     assert (abs(found - x) <= 1.001 * limit).all()
 
 
-@pytest.mark.parametrize("stored, part", [("int8", 0.1), ("float8_e4m3fn", 1.1)])
-def test_beside_a_cache_in_8_bits_nothing_wider_is_in_memory(stored, part, monkeypatch):
+@pytest.mark.parametrize("stored", [*QUANTISED, "bfloat16", "float16"])
+def test_beside_a_cache_no_copy_of_it_is_in_memory(stored, monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     cache = jax.eval_shape(lambda: paged_cache(8, 8192, 8, 128, pages=1024, dtype=stored))
 
-    def step(cache, q, new):
-        cache = cache.append(new, new)
+    def step(cache, q, k, v):
+        cache = cache.append(k, v)
         return cache.attend(q, implementation="blockwise"), cache
 
-    new = (jax.ShapeDtypeStruct((8, 1, heads, 128), jnp.float32) for heads in (32, 8))
+    dtype = jnp.float32 if stored in QUANTISED else stored
+    new = (jax.ShapeDtypeStruct((8, 1, heads, 128), dtype) for heads in (32, 8, 8))
     memory = jax.jit(step, donate_argnums=0).lower(cache, *new).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < part * 2 * 8 * 8192 * 8 * 128
+    assert memory.temp_size_in_bytes < 0.1 * 2 * cache.k_pages.size
 
 
 @pytest.mark.whole

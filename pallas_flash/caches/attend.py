@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_flash import checks
 from pallas_flash.caches import page_kernels, ragged
 from pallas_flash.choose import dispatch, implementations, selection
-from pallas_flash.jax_support import hardware, varying
+from pallas_flash.jax_support import hardware, varying, xla_cpu
 from pallas_flash.kernels import joined
 from pallas_flash.masks import KeyLists
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -95,7 +95,8 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     call, problem, operands, pages = _normalise(call, is_ragged)
     arrays = dict(key=(call.k_pages, call.k_scales))
     arrays |= {} if call.v_pages is None else dict(value=(call.v_pages, call.v_scales))
-    implementation, table = call.implementation, call.page_table
+    implementation = call.implementation
+    table = jnp.clip(call.page_table, 0, call.k_pages.shape[0] - 1)
     backend = choose(problem, pages, implementation)
     if gathers_pages(backend, problem, pages):
         options = problem, pages, operands.resolved_mask, table, call.key.dtype
@@ -105,7 +106,6 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     scales = tuple(scales for _, scales in arrays.values())
     operands = operands._replace(**{name: x for name, (x, _) in arrays.items()})
     operands, scales = varying.vary_alike((operands, scales))
-    table = jnp.clip(table, 0, call.k_pages.shape[0] - 1)
     is_requested = selection.requested(implementation) is not None
     traced_without_gpu = hardware.here().platform != "gpu"
     read = PagedPass(backend, is_requested, traced_without_gpu, problem, pages)
@@ -133,10 +133,10 @@ class PagedPass(lowering.ByPlatform):
 def _gather(p: Problem, pages: Pages, mask: ResolvedMask, table, dtype, x, scales):
     """The keys or values [B, S, K, n] of the batch rows, with 0 where no query of a row looks:
     there may be NaN."""
-    x = pages.layout.join(quantised.take(x, table))
+    x = pages.layout.join(xla_cpu.gather(x, table))
     if scales is not None:
-        scales = pages.layout.join(quantised.take(scales, table))
-        x = (x.astype(jnp.float32) * scales[..., None]).astype(dtype)
+        scales = pages.layout.join(xla_cpu.gather(scales, table))
+        x = (xla_cpu.widen(x, jnp.float32) * scales[..., None]).astype(dtype)
     key = jnp.arange(p.keys, dtype=jnp.int32)[None, :, None, None]
     first, last = (
         n[:, None, None, None] for n in split_kv.reach(*split_kv.intervals(p, mask), p.keys)

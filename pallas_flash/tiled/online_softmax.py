@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem.log_base import LOG2E, LogBase
 
 # the maximum of no score; finite, so that no row needs a guard against inf - inf
@@ -113,7 +114,7 @@ class DeltaTerms(NamedTuple):
         d lse / d s = p, and ds = p * (dp - rowsum(o * do)): the cotangent of lse joins delta.
         """
         wide = self.dlse.dtype
-        delta = jnp.swapaxes(jnp.sum(self.o.astype(wide) * do.astype(wide), axis=-1), 1, 2)
+        delta = xla_cpu.rowsum(self.o.astype(wide), do.astype(wide)).swapaxes(1, 2)
         delta = (delta if kept == 1 else delta * kept) - self.dlse
         return jnp.where(empty, 0.0, delta)
 

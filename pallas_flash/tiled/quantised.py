@@ -4,10 +4,10 @@ multiply logits and weights."""
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_flash import checks
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem import arguments
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}
@@ -30,23 +30,6 @@ def quantise(x: Float[Array, "*n H"], dtype) -> tuple[Array, Float[Array, "*n"]]
     scales = jnp.where(jnp.isnan(x).any(-1), jnp.nan, scales)
     x = x / scales[..., None]
     return (jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x).astype(dtype), scales
-
-
-def bits(x):
-    """Reinterprets float8 as uint8 to gather from it and scatter into it: XLA for a CPU would
-    convert the whole array to float16 for that; so it copies it once."""
-    is_float8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    return lax.bitcast_convert_type(x, jnp.uint8) if is_float8 else x
-
-
-def take(pages: Array, numbers) -> Array:
-    """The pages with these numbers; a number beyond the pages is that of the nearest."""
-    return from_bits(jnp.take(bits(pages), numbers, axis=0, mode="clip"), pages.dtype)
-
-
-def from_bits(x, dtype):
-    """The inverse of `bits`, for a dtype."""
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def cache_dtype(dtype):
@@ -75,12 +58,9 @@ def write(cache: Any, slots, **tokens: Float[Array, "B T K H"] | None):
         if getattr(cache, scales) is not None:
             new[name], new[scales] = quantise(x, getattr(cache, name).dtype)
 
-    def set_slots(field, x):
-        x = bits(x.astype(field.dtype))
-        x = bits(field).at[slots].set(x, mode="drop", unique_indices=True)
-        return from_bits(x, field.dtype)
-
-    return cache._replace(**{name: set_slots(getattr(cache, name), x) for name, x in new.items()})
+    return cache._replace(
+        **{name: xla_cpu.put(getattr(cache, name), slots, x) for name, x in new.items()}
+    )
 
 
 def weights(dtype):

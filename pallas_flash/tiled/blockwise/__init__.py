@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash.checks import sums
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import lists, online_softmax
@@ -145,7 +146,7 @@ def backward(
             for a in (*row_scale, delta)
         )
         # (P / l)^T dO = P^T (dO / l): l divides no scores. jax 0.10 would divide in slow transposes
-        divides_do = tiles.is_wide and jax.__version_info__ >= (0, 11)
+        divides_do = tiles.is_wide and not xla_cpu.JAX_0_10
         if divides_do:
             do_, delta_ = do_ * inverse_sum, delta_ * inverse_sum
         # p and ds are smaller than q and do

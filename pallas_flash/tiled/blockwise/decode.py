@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash.checks import sums
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.arguments import Operands, Problem
@@ -20,7 +21,7 @@ from pallas_flash.tiled import online_softmax, schedule, split_kv
 from pallas_flash.tiled.blockwise import softmax
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, block_at
 from pallas_flash.tiled.blockwise.tuning import DecodeTiles
-from pallas_flash.tiled.quantised import take, weights
+from pallas_flash.tiled.quantised import weights
 
 
 def forward(
@@ -79,7 +80,7 @@ def _attend(p: Problem, tiles: DecodeTiles, part: HeadRange, q, x: Operands, tab
         o, stats = carry
         key = block_at(j, tiles.block_k, p.keys)
         # [B, keys, K, n]
-        k, v = (_block(a, table, part, key).astype(tiles.dtype) for a in (x.key, x.value))
+        k, v = (xla_cpu.widen(_block(a, table, part, key), tiles.dtype) for a in (x.key, x.value))
         k_scale, v_scale = (
             None if a is None else _block(a, table, part, key).swapaxes(1, 2)[..., None]
             for a in scales
@@ -153,14 +154,10 @@ def _visible(mask: ResolvedMask, key: Block, column):
 
 def _block(x, table: PageTable | None, part: HeadRange, key: Block):
     """The keys or values of a block, [B, keys, K, n], or their scales."""
-    at = lambda start: jnp.asarray(start, jnp.int32)
+    at = lambda *starts: [jnp.asarray(start, jnp.int32) for start in starts]
     if table is None:
-        return lax.dynamic_slice(
-            x, [at(part.row), at(key.start), at(0), at(0)], [part.batch, key.size, *x.shape[2:]]
-        )
-    numbers = lax.dynamic_slice(
-        table.numbers,
-        [at(part.row), at(key.start) // table.page],
-        [part.batch, key.size // table.page],
-    )
-    return table.layout.join(take(x, numbers))
+        starts = at(part.row, key.start, 0, 0)
+        return xla_cpu.dynamic_slice(x, starts, [part.batch, key.size, *x.shape[2:]])
+    starts = at(part.row, key.start // table.page)
+    numbers = lax.dynamic_slice(table.numbers, starts, [part.batch, key.size // table.page])
+    return table.layout.join(xla_cpu.gather(x, numbers))

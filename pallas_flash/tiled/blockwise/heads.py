@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.key_blocks import KeyBlock, find_band, static_key_blocks
 from pallas_flash.tiled.blockwise.logits import Logits
 from pallas_flash.tiled.blockwise.mask import TileMask
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange, after, block_at
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, block_at
 from pallas_flash.tiled.blockwise.tuning import Tiles, serialize, unrolled
 
 
@@ -70,7 +71,7 @@ class HeadSlice(NamedTuple):
         def run(rows: Block, key_blocks, carry, before=None):
             of_rows = [None if a is None else take_rows(rows, a) for a in by_row]
             if before is not None:
-                (before, carry), *of_rows = after((before, carry), *of_rows)
+                (before, carry), *of_rows = xla_cpu.after((before, carry), *of_rows)
             results, carry = query_block(rows, key_blocks, of_rows, carry)
             return before, tuple(map(self._by_query, results)), carry
 

@@ -1,15 +1,13 @@
 """Slices of arrays, to take out and to put back: a block of neighbouring rows or keys, and a range
 of batch rows and heads."""
 
-import functools
-import operator
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.jax_support.pytrees import IntLike
 
 
@@ -74,18 +72,6 @@ class HeadRange(NamedTuple):
         return ranges
 
 
-def after(results, *arrays) -> tuple:
-    """The results and the arrays (None stays), ordered: nothing is computed from the arrays before
-    all results are there."""
-    if jax.__version_info__ >= (0, 11):
-        return lax.optimization_barrier((results, *arrays))
-    # XLA for CPUs drops barriers; but it cannot tell that what is computed here is always true
-    first = (x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(results) if x.size)
-    bits = functools.reduce(operator.or_, (lax.bitcast_convert_type(x, jnp.uint32) for x in first))
-    is_there = lax.population_count(bits) <= 32
-    return results, *(x if x is None else jnp.where(is_there, x, 0) for x in arrays)
-
-
 def each_row(x, group: int):
     """[B | 1, block_q | 1] -> [B | 1, 1, rows | 1, 1], with the rows of all query heads of a
     group"""
@@ -100,7 +86,7 @@ def _take(x, ranges):
     shape = [sizes.get(axis, n) for axis, n in enumerate(x.shape)]
     if all(isinstance(n, int) for n in (*starts, *shape)):
         return lax.slice(x, starts, [start + n for start, n in zip(starts, shape, strict=True)])
-    return lax.dynamic_slice(x, _int32(starts), shape, allow_negative_indices=False)
+    return xla_cpu.dynamic_slice(x, _int32(starts), shape)
 
 
 def _put(x, part, starts):

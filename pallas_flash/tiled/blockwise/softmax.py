@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState, finish
 
 
@@ -79,8 +80,9 @@ def with_tangent(
 def delta(p, dp, visible):
     """The sum of P dP of each row over its visible scores (None: all). It is rowsum(o do) if these
     are all scores of the row."""
-    products = p * dp if visible is None else jnp.where(visible, p * dp, 0.0)
-    return jnp.sum(products, -1, keepdims=True)
+    if visible is not None:
+        return jnp.sum(jnp.where(visible, p * dp, 0.0), -1, keepdims=True)
+    return xla_cpu.rowsum(p, dp)[..., None]
 
 
 def _times(scale: float, s):

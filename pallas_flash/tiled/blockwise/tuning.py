@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import hardware, xla_cpu
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
 from pallas_flash.tiled.blockwise.key_blocks import (
@@ -96,7 +96,7 @@ MAPPED_BYTES = 2**25  # keys and values that a copy by heads would map anew in e
 COPIED_KEYS = 2048  # the regular forward copies keys and values by heads where there are more
 STEP_BYTES = 2**20  # keys and values of a batch row, to be worth a step of a loop over batch rows
 # jax 0.10 takes 1.2 to 1.5 times as long as blocks for a forward in loops, if no heads are grouped
-LOOPS_ARE_FAST = jax.__version_info__ >= (0, 11)
+LOOPS_ARE_FAST = not xla_cpu.JAX_0_10
 DECODE_KEYS = 512  # keys of all heads in a block of decoding: the caches hold them
 
 
@@ -106,7 +106,7 @@ def tiles(problem: Problem, walk: str | None = None) -> Tiles:
     if problem.resolved_mask.lists is not None:
         return _with_lists(problem, walk)
     choose = _choose if problem.resolved_mask.mask_mod is not None else _remembered
-    return choose(problem, _on_cpu(), _one_at_a_time())
+    return choose(problem, xla_cpu.on_cpu(), _one_at_a_time())
 
 
 def _choose(p: Problem, *device: bool) -> Tiles:
@@ -126,7 +126,7 @@ def takes_lists(p: Problem) -> bool:
 
 
 def _one_at_a_time() -> bool:
-    return _on_cpu() and _is_one_device()
+    return xla_cpu.on_cpu() and _is_one_device()
 
 
 def _with_lists(p: Problem, walk: str | None) -> Tiles:
@@ -138,14 +138,14 @@ def _with_lists(p: Problem, walk: str | None) -> Tiles:
 def _dtype(p: Problem) -> str:
     """The dtype of the products' operands: a CPU multiplies float16 slowly."""
     keeps_dtype = p.dtype == "float64" or (p.dtype == "bfloat16" and _rounds_maxima_safely(p))
-    return p.dtype if keeps_dtype or not _on_cpu() else "float32"
+    return p.dtype if keeps_dtype or not xla_cpu.on_cpu() else "float32"
 
 
 def _decodes(p: Problem) -> bool:
     """Whether the forward decodes, which reads keys where they lie. On a CPU it gains where a copy
     of them is large, or where few rows see a part of many keys. There it loops over batch rows,
     which gains nothing where each has few keys for many rows."""
-    if not split_kv.is_decoding(p) or not _on_cpu():
+    if not split_kv.is_decoding(p) or not xla_cpu.on_cpu():
         return split_kv.is_decoding(p)
     rows, has_data = p.queries * p.group, p.resolved_mask.has_data
     dtype = "float32" if rows == 1 else _tiles(p).dtype  # XLA multiplies a single row in float32
@@ -160,7 +160,7 @@ def _decodes(p: Problem) -> bool:
 
 def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
     """The tiles of decoding, with blocks of whole pages."""
-    p, on_cpu = problem, _on_cpu()
+    p, on_cpu = problem, xla_cpu.on_cpu()
     block_k = min(max(DECODE_KEYS // page, 1) * page, p.keys)
     wide = "float64" if p.dtype == "float64" else "float32"
     return DecodeTiles(
@@ -171,7 +171,7 @@ def decode_tiles(problem: Problem, page: int = 1) -> DecodeTiles:
 def _tiles(problem: Problem) -> Tiles:
     """The tiles of the regular passes."""
     p = problem
-    if not _on_cpu():
+    if not xla_cpu.on_cpu():
         return Tiles(_at_most(512, p.queries), _at_most(256, p.keys), None, p.dtype)
     dtype = _dtype(p)
     if not p.is_static:
@@ -324,7 +324,7 @@ def for_calls(tiles: Tiles, p: Problem, calls: int) -> Tiles:
     scores = p.group * tiles.block_q * tiles.block_k
     if static_key_blocks(p, tiles):
         scores = p.group * count_scores(p, tiles.block_q)
-    few = _heads(p, calls * scores) if _on_cpu() and _is_one_device() else None
+    few = _heads(p, calls * scores) if xla_cpu.on_cpu() and _is_one_device() else None
     if few is None:
         return tiles
     fewer = lambda heads: few if heads is None else min(heads, few)
@@ -345,7 +345,7 @@ def _heads(p: Problem, scores: int, copied: int = 0) -> int | None:
 def serialize(tiles: Tiles, heads: tuple, keys: list | None) -> bool:
     """Whether static blocks of `heads` [B, K, G] wait for each other, so that a CPU has not the
     scores of all of them in memory at once."""
-    if keys is None or not _on_cpu() or not all(isinstance(n, int) for n in heads):
+    if keys is None or not xla_cpu.on_cpu() or not all(isinstance(n, int) for n in heads):
         return False
     scores = math.prod(heads) * tiles.block_q
     scores *= sum(block.size for row in keys for block, *_ in row)
@@ -356,16 +356,12 @@ def unrolled(tiles: Tiles, heads: tuple) -> int:
     """How many steps of a Band's loop XLA may run at a time: a short step leaves cores of a CPU
     idle."""
     scores = math.prod(heads) * tiles.block_q * tiles.block_k
-    return min(max(SCORES // (2 * scores), 1), UNROLLED) if _on_cpu() else 1
+    return min(max(SCORES // (2 * scores), 1), UNROLLED) if xla_cpu.on_cpu() else 1
 
 
 def _at_most(size: int, length: int) -> int:
     """The smaller of the two; a symbolic length of jax.export is one block."""
     return min(size, length) if isinstance(length, int) else length
-
-
-def _on_cpu() -> bool:
-    return hardware.here().platform == "cpu"
 
 
 def _is_one_device() -> bool:

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.tiled import schedule
 
@@ -16,7 +16,7 @@ def distinct(lists: ResolvedLists) -> ResolvedLists:
     """The lists with ResolvedLists.NONE in place of repeated entries. A CPU sorts slowly: it writes
     the position of each entry to a table of all blocks, and the last one stays."""
     has_symbols = not all(isinstance(n, int) for n in lists.entries.shape)  # of jax.export
-    if has_symbols or hardware.here().platform != "cpu":
+    if has_symbols or not xla_cpu.on_cpu():
         return lists.sorted()
     at = jnp.arange(lists.entries.shape[-1], dtype=jnp.int32)[None]
     row = jnp.arange(AT_A_TIME, dtype=jnp.int32)[:, None]

@@ -1,14 +1,14 @@
 """Attention by lists of keys that lie in pages, of which it reads no others."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.page_layout import PageTable
-from pallas_flash.tiled import quantised
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import by_query
 from pallas_flash.tiled.lists.distinct import distinct
@@ -29,7 +29,7 @@ def forward(problem: Problem, tiles: Tiles, x: Operands, table: PageTable, scale
     pages, which have `scales` where they are in 8 bits."""
     p, mask = problem, x.resolved_mask
     x = x._replace(resolved_mask=dataclasses.replace(mask, lists=distinct(mask.lists)))
-    keys, values = (InPages.take(*a) for a in zip((x.key, x.value), scales, strict=True))
+    keys, values = (InPages(*a) for a in zip((x.key, x.value), scales, strict=True))
 
     def one_head(number, sums: Sums):
         head = ListHead.take(p, tiles, x, number)
@@ -50,18 +50,13 @@ def forward(problem: Problem, tiles: Tiles, x: Operands, table: PageTable, scale
 class InPages(NamedTuple):
     """Keys or values in pages."""
 
-    bits: jax.Array
-    dtype: Any
+    x: jax.Array
     scales: jax.Array | None
-
-    @classmethod
-    def take(cls, x, scales) -> "InPages":
-        return cls(quantised.bits(x), x.dtype, scales)
 
     def gather(self, index: tuple, dtype):
         """Those at an index, [l, n, h], times their scales."""
-        read = lambda a: a.at[index].get(mode="promise_in_bounds")
-        x = quantised.from_bits(read(self.bits), self.dtype)
-        if self.scales is not None:
-            x = x.astype(jnp.float32) * read(self.scales)[..., None]
-        return x.astype(dtype)
+        x = xla_cpu.gather(self.x, index)
+        if self.scales is None:
+            return x.astype(dtype)
+        scales = xla_cpu.gather(self.scales, index)[..., None]
+        return (xla_cpu.widen(x, jnp.float32) * scales).astype(dtype)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled.lists import costs
 from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY, DENSE
@@ -38,7 +38,7 @@ class ListTiles(NamedTuple):
 def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = None) -> ListTiles:
     """Tiles of products in this dtype, of one list head at a time or of all; by default of the walk
     that takes the least time."""
-    lists, on_cpu = p.resolved_mask.lists, hardware.here().platform == "cpu"
+    lists, on_cpu = p.resolved_mask.lists, xla_cpu.on_cpu()
     walk = choose_walk(p, one_at_a_time) if walk is None else walk
     by_key = walk == BY_KEY
     return ListTiles(

@@ -1,0 +1,36 @@
+"""What XLA does slowly on a CPU is the same in the form that the package takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash.jax_support import xla_cpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("at", [(0,), (0, 1), (0, 2)], ids=str)
+def test_tokens_are_put_at_their_slots_in_any_axes_and_those_beyond_are_dropped(rng, at, dtype):
+    shape, tokens = (8, 7, 6), (2, 3)
+    x, new = (rng.integers(-9, 9, n) for n in (shape, (*tokens, *np.delete(shape, at))))
+    index = [slice(None)] * (at[-1] + 1)
+    for axis in at:
+        slots = rng.permutation(8)[:6]  # none twice; some are beyond an axis
+        index[axis] = np.where(np.arange(6) < 5, slots, shape[axis]).reshape(tokens)
+    index = tuple(index)
+    found = jax.jit(lambda x, new: xla_cpu.put(x, index, new))(jnp.asarray(x, dtype), new)
+    selected = xla_cpu._select(jnp.asarray(x), index, jnp.asarray(new))
+    expected = jnp.asarray(x).at[index].set(new, mode="drop")
+    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
+    np.testing.assert_array_equal(selected, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2"])
+def test_slices_and_gathers_are_the_same(rng, dtype):
+    x = jnp.asarray(rng.integers(-9, 9, (6, 4)), dtype)
+    index, start = jnp.array([[5, 0], [2, 2]]), jnp.int32(3)
+    wide = x.astype(jnp.float32)
+    found = jax.jit(xla_cpu.gather)(x, index), xla_cpu.dynamic_slice(x, [start, 0], [2, 4])
+    for part, expected in zip(found, (wide[index], wide[3:5]), strict=True):
+        assert part.dtype == x.dtype
+        np.testing.assert_array_equal(part.astype(jnp.float32), expected)
