@@ -111,7 +111,7 @@ class Window(Mask):
     def narrow(self, mask, rows):
         if rows.positions is not None:
             return super().narrow(mask, rows)
-        return mask.with_window(rows.shape, rows.row, self.left, self.right, rows.offset)
+        return mask.with_window(rows, self.left, self.right)
 
     def mask_mod(self):
         if self.ARRAYS:

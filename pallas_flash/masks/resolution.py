@@ -30,9 +30,13 @@ class QueryRows:
     """The rows of a call, and their key positions."""
 
     shape: tuple[Any, Any]  # (B, T)
-    row: Any  # int32 [1, T]
     offset: IntLike  # int or int32 [B], as the call has it
     positions: Any = None  # int32 [B, T], if a mask defines them in place of the offset
+
+    @functools.cached_property
+    def row(self):
+        """int32 [1, T]"""
+        return _rows(self.shape[1])
 
     @property
     def position(self):
@@ -71,9 +75,8 @@ def resolve(
 ) -> ResolvedMask:
     """One ResolvedMask for all of `masks`, with the largest start and the smallest stop. `offset`
     is an int or int32 [B]."""
-    row = jnp.arange(queries, dtype=jnp.int32)[None]
-    positions = positions_of(masks, row, offset)
-    return _resolve(masks, QueryRows((batch, queries), row, offset, positions), keys)
+    positions = positions_of(masks, queries, offset)
+    return _resolve(masks, QueryRows((batch, queries), offset, positions), keys)
 
 
 def _resolve(masks: list[Mask], rows: QueryRows, keys: int) -> ResolvedMask:
@@ -94,7 +97,7 @@ def _resolve(masks: list[Mask], rows: QueryRows, keys: int) -> ResolvedMask:
     if mods:
         types = [mask for mask in masks if isinstance(mask, BlockTypes)]
         resolved = dataclasses.replace(resolved, mask_mod=_mask_mod(mods, types, rows, keys))
-    return resolved.with_band(rows.shape, rows.row, left, right, rows.offset)
+    return resolved.with_band(rows, left, right)
 
 
 def split_lists(mods: list[Mask]) -> tuple[list[KeyLists], list[Mask]]:
@@ -122,16 +125,20 @@ def _least(a: int | None, b: IntLike | None) -> int | None:
     return min((x for x in (a, b) if isinstance(x, int)), default=None)
 
 
-def positions_of(masks: list[Mask], row, offset: IntLike):
-    """The key positions [B, T] of the rows [1, T] if one of the masks defines them; None: row +
-    offset."""
+def _rows(queries: int):
+    return jnp.arange(queries, dtype=jnp.int32)[None]
+
+
+def positions_of(masks: list[Mask], queries: int, offset: IntLike):
+    """The key positions [B, T] of the queries if one of the masks defines them; None: each has its
+    own index + offset."""
     defining = [part for mask in masks for part in leaves(mask) if part.has_positions]
     if len(defining) > 1 or (defining and not (isinstance(offset, int) and offset == 0)):
         raise ValueError(
             "Varlen with cu_seqlens_k already fixes query positions; it cannot be combined with "
             "query_offset or another Varlen with cu_seqlens_k."
         )
-    return defining[0].positions(row) if defining else None
+    return defining[0].positions(_rows(queries)) if defining else None
 
 
 def _mask_mod(

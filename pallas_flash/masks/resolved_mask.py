@@ -67,29 +67,29 @@ class ResolvedMask:
         new = lengths if stop is None else jnp.minimum(stop, lengths)
         return dataclasses.replace(self, **{field: new})
 
-    def with_band(
-        self, shape, row, left: int | None, right: int | None, offset: IntLike
-    ) -> "ResolvedMask":
-        """This mask, narrowed to the keys from position - left to position + right."""
+    def with_band(self, rows, left: int | None, right: int | None) -> "ResolvedMask":
+        """This mask, narrowed to the keys from position - left to position + right of each row;
+        `rows` are resolution.QueryRows."""
         if left is None and right is None:
             return self
+        offset = rows.offset
         if isinstance(offset, int):
             near = clip(offset, -REACH, REACH)
             left = None if left is None else near - clip(offset - left, -REACH, REACH)
             right = None if right is None else clip(offset + right, -REACH, REACH) - near
             return dataclasses.replace(self, offset=near, left=left, right=right)
         if max(left or 0, right or 0) > REACH:  # the offset may be as large
-            return self.with_window(shape, row, left, right, offset)
+            return self.with_window(rows, left, right)
         near = clip(offset, -REACH - (right or 0), REACH + (left or 0))
         return dataclasses.replace(self, offset=near, left=left, right=right)
 
-    def with_window(
-        self, shape, row, left: IntLike | None, right: IntLike | None, offset: IntLike
-    ) -> "ResolvedMask":
+    def with_window(self, rows, left: IntLike | None, right: IntLike | None) -> "ResolvedMask":
         """`with_band`, with the ends of each row: left and right may be int32 [B] or []."""
-        start = 0 if left is None else row + _distance(left, offset)
-        stop = ResolvedMask.ALL if right is None else row + _distance(-right, offset) + 1
-        return self.with_interval(shape, start, stop)
+        start = 0 if left is None else rows.row + _distance(left, rows.offset)
+        stop = ResolvedMask.ALL
+        if right is not None:
+            stop = rows.row + _distance(-right, rows.offset) + 1
+        return self.with_interval(rows.shape, start, stop)
 
     def interval(self, row: IntLike) -> tuple[IntLike, IntLike]:
         """The keys [start, stop) that the queries `row` see, within [0, S); start >= stop where a

@@ -193,7 +193,7 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
     bias = sizes.dense("bias", call.bias, query.dtype)
     mask = sizes.dense("mask", None if isinstance(call.mask, masks.Mask) else call.mask, bool)
 
-    flat = lambda x: x.reshape(B, *x.shape[-3:])
+    flat = lambda x: x if len(lead) == 1 else x.reshape(B, *x.shape[-3:])
     sinks = call.sinks
     if sinks is not None:
         sinks = checks.sinks(sinks, N).astype(checks.sums(query.dtype))
@@ -272,8 +272,7 @@ def bind_score_mod(sizes: Sizes, call: Call, dtype) -> BoundScoreMod:
     score_mod = scores.fitting(call.score_mod, sizes.of["N"], keys)
     near = masks.within_reach(offset)
     score = BoundScoreMod.bind(score_mod, checks.sums(dtype), near, sizes.of["B"])
-    row = jnp.arange(sizes.of["T"], dtype=jnp.int32)[None]
-    positions = masks.positions_of(_mask_parts(sizes, call), row, offset)
+    positions = masks.positions_of(_mask_parts(sizes, call), sizes.of["T"], offset)
     return score if positions is None else score.with_positions(positions)
 
 
