@@ -11,6 +11,7 @@ from pallas_flash import (
     flash_attention,
     masks,
 )
+from pallas_flash.attention import normalised
 
 Q, K = (2, 5, 4, 8), (2, 7, 2, 8)
 
@@ -506,3 +507,19 @@ def test_what_belongs_to_the_program_cannot_be_traced_and_says_how_to_name_it(na
         match=f"must be .*a static .*; got a traced array .*static_argnames='{name}'",
     ):
         jax.jit(flash_attention)(ones(Q), ones(K), ones(K), **{name: value})
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [
+        {},
+        dict(is_causal=True),
+        dict(local_window_size=2, query_offset=1),
+        dict(mask=masks.Causal() & masks.Window(2, 0), logits_soft_cap=3.0),
+    ],
+    ids=str,
+)
+def test_a_call_without_data_but_its_operands_computes_nothing_before_it_attends(kw):
+    q = ones((2, 3, 2, 4))
+    program = jax.make_jaxpr(lambda q: normalised(q, q, q, **kw)[1].query)(q)
+    assert not program.eqns
