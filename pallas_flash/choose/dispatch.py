@@ -61,7 +61,7 @@ def _choose(call: Call, problem: arguments.Problem, operands: arguments.Operands
 
 def _unflatten_batch(call: Call, problem: arguments.Problem, o, *row_outputs):
     rows = np.shape(call.query)[:-1]
-    like_rows = lambda x, *n: x if x.ndim == len(rows) + len(n) else x.reshape(*rows, *n)
+    like_rows = lambda x, *n: x if x.shape == (*rows, *n) else x.reshape(*rows, *n)
     return like_rows(o, problem.value_size), *jax.tree.map(
         lambda x: like_rows(jnp.swapaxes(x, 1, 2)), row_outputs
     )

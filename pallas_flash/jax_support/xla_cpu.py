@@ -1,7 +1,7 @@
 """What XLA does slowly on a CPU, in a form that it does fast.
 
-It has no gather, scatter or slice of some dtypes: it converts the whole array to a wider dtype, and
-in a loop keeps that. As integers they are as fast as others.
+Of float8, and in jax 0.10 of bfloat16, it has no gather, scatter or slice: it converts all of an
+array to a wider dtype, and a loop keeps the result. Of the same bits as integers it has them.
 """
 
 import functools
@@ -30,8 +30,8 @@ def after(results, *arrays) -> tuple:
 
 
 def rowsum(a, b):
-    """The sums of a b [.., n] over the last axis, [..]. Those of jax 0.10 take ten times as long as
-    a product of matrices, where the first axis has one element."""
+    """The sums [..] of a b [.., n] over the last axis. In jax 0.10 they take ten times as long as a
+    product of matrices does, if the first axis has one element."""
     if JAX_0_10 and on_cpu():
         return jnp.einsum("...n,...n->...", a, b, precision="highest")
     return jnp.sum(a * b, -1)
@@ -53,63 +53,82 @@ def widen(x, dtype):
 
 def gather(x, index):
     """x[index], for an index in bounds."""
-    bits, index = _bits_in_loop(x, index)
-    return _from_bits(bits.at[index].get(mode="promise_in_bounds"), x.dtype)
+    return _read(_gather, x, index)
 
 
 def dynamic_slice(x, starts: Sequence, sizes: Sequence[int]):
     """lax.dynamic_slice, from starts [int32] that are not negative."""
-    bits, starts = _bits_in_loop(x, starts)
-    part = lax.dynamic_slice(bits, starts, sizes, allow_negative_indices=False)
-    return _from_bits(part, x.dtype)
+    return _read(functools.partial(_slice, tuple(sizes)), x, starts)
 
 
 def put(x, index: tuple, new):
-    """x.at[index].set(new), for an index of the first axis, and others, that differ; new elements
-    beyond x are dropped."""
-    bits, new = _bits(x), _bits(new.astype(x.dtype))
-    put = _put if bits is x or not on_cpu() else _select
-    return _from_bits(put(bits, index, new), x.dtype)
+    """x.at[index].set(new), for indices of the first axis, and of others, of which no two are
+    equal. What is beyond x is dropped."""
+    new = new.astype(x.dtype)
+    if new.size == 0 or not (_has_bits(x.dtype) and on_cpu()):
+        return _from_bits(_put(_bits(x), index, _bits(new)), x.dtype)
+    # A choice for each element, which XLA makes in place and in one loop with the conversions to
+    # bits and from bits: it writes what is new alone.
+    axes = tuple(axis for axis, i in enumerate(index) if not isinstance(i, slice))
+    index = jnp.broadcast_arrays(*(index[axis] for axis in axes))
+    numbers = jnp.arange(index[0].size, dtype=jnp.int32).reshape(index[0].shape)
+    none = jnp.full([x.shape[axis] for axis in axes], -1, jnp.int32)
+    new = new.reshape(-1, *new.shape[numbers.ndim :])
+    return _by_bits(functools.partial(_choose, axes), _put(none, tuple(index), numbers), new, x)
 
 
 def on_cpu() -> bool:
     return hardware.here().platform == "cpu"
 
 
+def _read(f, x, index):
+    """f(index, x), which copies elements of x. XLA would take the bits of all of x before a loop
+    that reads some of them; behind a barrier with the index x is another in each step."""
+    if not _has_bits(x.dtype):
+        return f(index, x)
+    x, index = lax.optimization_barrier((x, index))
+    return _by_bits(f, index, x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_bits(f, index, *arrays):
+    """f(index, *arrays) by bits, which have no derivative."""
+    return _from_bits(f(index, *map(_bits, arrays)), arrays[0].dtype)
+
+
+@_by_bits.defjvp
+def _(f, primals, tangents):
+    return _by_bits(f, *primals), f(primals[0], *tangents[1:])
+
+
+def _gather(index, x):
+    return x.at[index].get(mode="promise_in_bounds")
+
+
+def _slice(sizes, starts, x):
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+
+
 def _put(x, index, new):
     return x.at[index].set(new, mode="drop", unique_indices=True)
 
 
-def _select(x, index, new):
-    """`_put` by elements, which XLA does in place where x and the result are bits of others."""
-    if new.size == 0:
-        return x
-    axes = [axis for axis, i in enumerate(index) if not isinstance(i, slice)]
-    index = jnp.broadcast_arrays(*(index[axis] for axis in axes))
-    numbers = jnp.arange(index[0].size, dtype=jnp.int32).reshape(index[0].shape)
-    number = _put(jnp.full([x.shape[axis] for axis in axes], -1, jnp.int32), tuple(index), numbers)
-    new = new.reshape(-1, *new.shape[numbers.ndim :])[number]
-    is_new = jnp.expand_dims(number >= 0, range(number.ndim, new.ndim))
-    new, is_new = (jnp.moveaxis(a, range(len(axes)), axes) for a in (new, is_new))
-    return jnp.where(is_new, new, x)
+def _choose(axes, number, new, x):
+    """x with new[number] where the number, by the index of the axes, is not negative."""
+    first = range(len(axes))
+    is_new = jnp.expand_dims(number >= 0, range(len(axes), x.ndim))
+    return jnp.where(*(jnp.moveaxis(a, first, axes) for a in (is_new, new[number])), x)
 
 
-def _bits_in_loop(x, index):
-    """The `_bits` of x, which a loop takes of what it reads alone: for an index that XLA takes to
-    be another in each step, as it takes x to be."""
-    if _bits(x) is x:
-        return x, index
-    x, index = lax.optimization_barrier((x, index))
-    return _bits(x), index
+def _has_bits(dtype) -> bool:
+    """Whether integers of the same bits are copied faster."""
+    return _is_float8(dtype) or (dtype == jnp.bfloat16 and JAX_0_10 and on_cpu())
 
 
 def _bits(x):
-    """x as integers where its dtype is slow, else x itself."""
-    if _is_float8(x.dtype):
-        return lax.bitcast_convert_type(x, jnp.uint8)
-    if x.dtype == jnp.bfloat16 and JAX_0_10 and on_cpu():
-        return lax.bitcast_convert_type(x, jnp.uint16)
-    return x
+    if not _has_bits(x.dtype):
+        return x
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
 def _from_bits(x, dtype):
