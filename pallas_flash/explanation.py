@@ -12,13 +12,14 @@ from pallas_flash import attention, checks, context_parallel
 from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
 from pallas_flash.checks import unexpected
-from pallas_flash.choose import dispatch, implementations, selection
+from pallas_flash.choose import dispatch, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, xla_flags
+from pallas_flash.kernels.classic.family import EARLIER
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem import arguments
-from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
+from pallas_flash.problem.implementation import Implementation
 from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 BITWISE = "bitwise deterministic"
@@ -67,7 +68,7 @@ class Explanation:
             "remark": self.remark,
         }
         others = self.why_not.items()
-        rows |= {f"not {name}": why for name, why in others if why != implementations.EARLIER}
+        rows |= {f"not {name}": why for name, why in others if why != EARLIER}
         return "\n".join(f"{name:<15} {x}" for name, x in rows.items() if x is not None)
 
 
@@ -98,25 +99,27 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         name = selection.requested(call.implementation)
         called, objections = problem, selection.Objections(problem)
         problem, choice = selection.choose(called, name, check=False)
-        why_not, condition = selection.reasons(choice.backend, call.implementation, objections)
+        why_not, condition = selection.reasons(
+            choice.implementation, call.implementation, objections
+        )
         is_whole = context or axis_to_map(call) is None
         calls = None if is_whole else math.prod(call.query.shape[:-3]) // problem.batch
-        converted = choice.backend.converted(problem)
-        copies = choice.backend.copies(converted)
+        converted = choice.implementation.converted(problem)
+        copies = choice.implementation.copies(converted)
         decoding = getattr(choice.tiles, "decode", None)
         columns = _columns(problem, decoding)
         itemsizes = [np.dtype(problem.dtype).itemsize] * len(columns)
         bytes_read = token_bytes(columns, itemsizes) if decoding else None
         in_context = "reverse mode, of first order"
-        derivatives = in_context if context else choice.backend.derivatives(choice.tiles)
-        remark = choice.backend.remark()
-        backward = _backward(choice.backend, converted, call.deterministic)
+        derivatives = in_context if context else choice.implementation.derivatives(choice.tiles)
+        remark = choice.implementation.remark()
+        backward = _backward(choice.implementation, converted, call.deterministic)
         if problem is not called:
             backward = f"{BITWISE}: the one that adds in any order failed its self-check"
         lists = None if converted is problem else _as_table(problem.resolved_mask.lists)
     return Explanation(
         problem,
-        choice.backend.name,
+        choice.implementation.name,
         choice.tiles,
         derivatives,
         why_not,
@@ -131,10 +134,12 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     )
 
 
-def _backward(backend: Backend, problem: arguments.Problem, asked: bool | None) -> str:
+def _backward(
+    implementation: Implementation, problem: arguments.Problem, asked: bool | None
+) -> str:
     """The order in which the backward adds, and why."""
-    if not backend.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
-        return f"{backend.name} has one for this call, whatever deterministic is"
+    if not implementation.adds_in_any_order(dataclasses.replace(problem, deterministic=False)):
+        return f"{implementation.name} has one for this call, whatever deterministic is"
     order = BITWISE if problem.deterministic else "adds in any order"
     why = f"deterministic={asked}"
     if asked is None:
@@ -169,16 +174,16 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
         return attend.plan(made := paged.bind_call(*args, **kwargs)), made.implementation
 
     with hardware.at(jax.tree.leaves((args, kwargs))):
-        (problem, pages), implementation = checks.from_shapes(plan, (args, kwargs))
+        (problem, pages), name = checks.from_shapes(plan, (args, kwargs))
         objections = attend.Objections(problem, pages=pages)
-        backend = attend.choose(problem, pages, implementation, check=False)
-        why_not, condition = selection.reasons(backend, implementation, objections)
+        implementation = attend.choose(problem, pages, name, check=False)
+        why_not, condition = selection.reasons(implementation, name, objections)
         bytes_read = None
-        if attend.gathers_pages(backend, problem, pages):
-            tiles, copies = backend.tiles(problem), backend.copies(problem)
+        if attend.gathers_pages(implementation, problem, pages):
+            tiles, copies = implementation.tiles(problem), implementation.copies(problem)
             copies = "; ".join(filter(None, ("all pages in the table, in order", copies)))
         else:
-            tiles = backend.paged.tiles(problem, pages)
+            tiles = implementation.page_tiles(problem, pages)
             lists = problem.resolved_mask.lists
             read = f"pages of {pages.page} keys" if lists is None else "keys that lists name"
             copies = f"nothing: {read} are read where they lie"
@@ -186,7 +191,7 @@ def explain_paged(*args: Any, **kwargs: Any) -> Explanation:
             bytes_read = token_bytes(columns, pages.itemsizes(problem.dtype)[: len(columns)])
     return Explanation(
         problem,
-        backend.name,
+        implementation.name,
         tiles,
         "none",
         why_not,

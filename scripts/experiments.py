@@ -126,7 +126,9 @@ def main(argv=None) -> int:
 
 def of_this_machine() -> list[str]:
     """The experiments but those of another GPU's kernels."""
-    others = {*implementations.GPUS_KERNELS.values()} - {implementations.for_this_gpu()}
+    others = {
+        family.name for family in implementations.AMPERE.others if not family.is_for_this_gpu()
+    }
     return [name for name, one in EXPERIMENTS.items() if one.contenders[0] not in others]
 
 

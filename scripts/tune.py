@@ -126,14 +126,15 @@ def kind(args) -> str:
 
 
 def parse(argv) -> argparse.Namespace:
-    names = [backend.name for backend in implementations.BACKENDS if backend.own_kernels]
+    names = [each.name for each in implementations.IMPLEMENTATIONS if each.own_kernels]
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[1],
         epilog="Exit status 1: a kernel has no candidate that is right.",
         formatter_class=Help,
     )
     add = parser.add_argument
-    default = implementations.for_this_gpu() or "triton"
+    by_mosaic = implementations.HOPPER, implementations.BLACKWELL, implementations.AMPERE
+    default = next((each.name for each in by_mosaic if each.is_for_this_gpu()), "triton")
     add("--implementation", choices=names, default=default, help="whose kernels to sweep")
     add("--batch", type=positive, default=4, metavar="B", help="sequences")
     add("--length", type=positive, default=4096, metavar="T", help="of queries and of keys")

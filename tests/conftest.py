@@ -34,7 +34,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from selection import fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash.choose.selfcheck import comparison
-from pallas_flash.kernels import triton
+from pallas_flash.kernels.triton import tuning as triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.tiled import blockwise, split_kv
 
@@ -138,9 +138,8 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(blockwise.tuning, "DECODE_KEYS", 16)
     monkeypatch.setattr(blockwise.tuning, "_remembered", blockwise.tuning._choose)
     monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
-    of = triton.tuning.decode_tiles
-    monkeypatch.setattr(triton.tuning, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))
-    monkeypatch.setattr(triton, "decode_tiles", triton.tuning.decode_tiles)
+    of = triton.decode_tiles
+    monkeypatch.setattr(triton, "decode_tiles", lambda *args: of(*args)._replace(block_k=16))
 
 
 @pytest.fixture
@@ -158,7 +157,7 @@ def install(monkeypatch):
     process."""
 
     def install(*names_and_fakes):
-        made = (fakes.backend(x) if isinstance(x, str) else x for x in names_and_fakes)
+        made = (fakes.fake(x) if isinstance(x, str) else x for x in names_and_fakes)
         fakes.install(monkeypatch.setattr, *made)
 
     return install
@@ -171,7 +170,7 @@ def checked(monkeypatch):
     monkeypatch.setattr(
         comparison,
         "check",
-        lambda backend, *args: (names.append(backend.name), check(backend, *args))[1],
+        lambda which, *args: (names.append(which.name), check(which, *args))[1],
     )
     return names
 

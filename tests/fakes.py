@@ -1,6 +1,7 @@
 """Implementations that are right, lie, raise, hang and crash, put before all others in the table; a
 GPU that is not there."""
 
+import copy
 import dataclasses
 import importlib.metadata
 import os
@@ -13,7 +14,8 @@ import pallas_flash.__main__
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import records, small_problems, trial, verdicts
 from pallas_flash.problem.arguments import Gradients
-from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.implementation import Implementation
+from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
@@ -94,27 +96,66 @@ FORWARDS = dict(
 )
 
 
-def backend(name: str, forward=None, backward=None, tangent=None) -> Backend:
+class Fake(Implementation):
+    """An implementation that runs everything, by these functions."""
+
+    own_kernels = True
+    forward = backward = None  # each has its own
+
+    def __init__(self, name: str, forward, backward, by_kernel=None):
+        self.name, self.forward, self.backward, self.by_kernel = name, forward, backward, by_kernel
+
+    def why_not(self, problem):
+        return None
+
+    def tiles(self, problem):
+        return None
+
+    def has_tangent(self, tiles):
+        return self.by_kernel is not None
+
+    def tangent(self, problem, tiles, *args):
+        if self.by_kernel is None:
+            return blockwise_tangent(self.log_base(problem), problem, *args)
+        return self.by_kernel(problem, tiles, *args)
+
+
+def fake(name: str, forward=None, backward=None, tangent=None) -> Implementation:
     backward = backward or (lie("key")[1] if name == "liar" else REFERENCE.backward)
-    nothing = lambda problem: None
-    forward = forward or FORWARDS[name]
-    passes = dict(forward=forward, backward=backward, tangent=tangent)
-    return Backend(name, nothing, nothing, nothing, **passes, own_kernels=True)
+    return Fake(name, forward or FORWARDS[name], backward, tangent)
 
 
-def with_two_orders(in_any_order=None, in_order=None) -> Backend:
-    """An implementation, "hopper_like", with a backward for each value of deterministic."""
-    right = REFERENCE.backward
-    backwards = {False: in_any_order or right, True: in_order or right}
-    backward = lambda problem, *args: backwards[problem.deterministic](problem, *args)
-    fake = backend("hopper_like", REFERENCE.forward, backward)
-    return fake._replace(tiles=lambda problem: problem.deterministic)
+class WithTwoOrders(Fake):
+    """A family, "hopper_like", with a backward for each value of deterministic."""
+
+    def __init__(self, in_any_order=None, in_order=None):
+        right = REFERENCE.backward
+        backwards = {False: in_any_order or right, True: in_order or right}
+        backward = lambda problem, *args: backwards[problem.deterministic](problem, *args)
+        super().__init__("hopper_like", REFERENCE.forward, backward)
+
+    def tiles(self, problem):
+        return problem.deterministic
 
 
-def install(put, *fakes: Backend):
+def changed(implementation: Implementation, **methods) -> Implementation:
+    """The implementation with these functions in place of its methods."""
+    new = copy.copy(implementation)
+    vars(new).update(methods)
+    return new
+
+
+def replace(put, implementation: Implementation, **methods):
+    """Puts the changed implementation in its place in the table."""
+    new = changed(implementation, **methods)
+    table = (new if each is implementation else each for each in implementations.IMPLEMENTATIONS)
+    put(implementations, "IMPLEMENTATIONS", tuple(table))
+
+
+def install(put, *fakes: Implementation):
     """`put` is monkeypatch.setattr, or setattr where a process ends with it."""
-    table = (*fakes, *implementations.BACKENDS)
-    put(implementations, "BACKENDS", table)
+    table = (*fakes, *implementations.IMPLEMENTATIONS)
+    put(implementations, "IMPLEMENTATIONS", table)
     put(records, "machine", lambda: GPU)
     put(small_problems, "all_sizes", lambda *_, **__: [TINY])
     put(trial, "SHORT", [(True, 0.0, None)])
@@ -124,5 +165,5 @@ def install(put, *fakes: Backend):
 
 def main():
     """python -m pallas_flash with all of them."""
-    install(setattr, *map(backend, FORWARDS))
+    install(setattr, *map(fake, FORWARDS))
     raise SystemExit(pallas_flash.__main__.main())

@@ -25,7 +25,7 @@ from selection import whole_but
 
 from pallas_flash import explain, flash_attention, paged_attention
 from pallas_flash.accounting import GPUS
-from pallas_flash.kernels import mma
+from pallas_flash.choose.implementations import AMPERE
 from pallas_flash.problem import arguments
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import split_kv
@@ -287,7 +287,7 @@ def test_on_ampere_a_wait_that_lets_one_copy_more_run_is_a_race(rng, monkeypatch
 def test_at_least_48_kb_of_loads_are_in_flight_and_shared_memory_holds_them(gpu, head):
     q, k = (jax.ShapeDtypeStruct((1, *n, head), jnp.bfloat16) for n in ((1, 8), (8192, 1)))
     with as_if_on(GPUS[gpu]):
-        tiles = mma.tiles(explain(q, k, k, implementation="blockwise").problem).decode
+        tiles = AMPERE.tiles(explain(q, k, k, implementation="blockwise").problem).decode
     block = tiles.block_k * 2 * (tiles.width + tiles.value_width)
     assert (tiles.stages - 1) * block >= 48 << 10
     assert (

@@ -92,7 +92,7 @@ def test_a_call_for_the_cpu_of_a_machine_with_a_gpu_takes_blockwise_and_checks_n
     x = qkv()
     with context():
         o, _ = jax.vjp(flash_attention, *map(placed, x))
-    assert {choice.backend.name for _, choice in taken} == {"blockwise"}
+    assert {choice.implementation.name for _, choice in taken} == {"blockwise"}
     close(o, flash_attention(*x, implementation="reference"), 2e-3)
 
 
@@ -121,7 +121,7 @@ def test_kernels_in_a_program_that_is_lowered_for_a_cpu_are_blockwise(name, call
     elsewhere, taken = KernelPass.run_elsewhere, []
 
     def run_elsewhere(self, *args):
-        taken.append((self.backend.name, self.name))
+        taken.append((self.implementation.name, self.name))
         return elsewhere(self, *args)
 
     monkeypatch.setattr(KernelPass, "run_elsewhere", run_elsewhere)
@@ -304,5 +304,5 @@ def test_a_check_runs_on_the_gpu_that_the_call_is_for(monkeypatch):
     problem = explain(*qkv(jnp.float32)).problem
     for gpu in (A100, H100):
         with jax.default_device(gpu):
-            assert selection.choose(problem)[1].backend.name == "triton"
+            assert selection.choose(problem)[1].implementation.name == "triton"
     assert found == [A100, H100]

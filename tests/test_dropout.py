@@ -18,11 +18,11 @@ from selection import whole_but
 
 from pallas_flash import dropout, dropout_mask, explain, flash_attention
 from pallas_flash.context_parallel import Ring
-from pallas_flash.kernels import triton
 from pallas_flash.kernels.blackwell.tile import LAYOUTS
 from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.mosaic import dropout as mosaic_dropout
 from pallas_flash.kernels.mosaic import registers
+from pallas_flash.kernels.triton import tuning as triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 from pallas_flash.tiled import blockwise
 

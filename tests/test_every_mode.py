@@ -5,6 +5,7 @@ import functools
 import itertools
 
 import check
+import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -323,7 +324,7 @@ def test_a_gradient_traces_its_forward_once(rng, monkeypatch):
     """That of the tiles that it runs with, which may be others than those of a call alone."""
     traced = []
     forward = lambda *args: traced.append(args[1]) or blockwise.forward(*args)
-    watched = implementations.BLOCKWISE._replace(forward=forward)
+    watched = fakes.changed(implementations.BLOCKWISE, forward=forward)
     monkeypatch.setattr(implementations, "find", lambda name: watched)
     q, k, v = qkv(rng, Z)
     loss = lambda q: jnp.sum(flash_attention(q, k, v, implementation="blockwise"))

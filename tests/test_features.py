@@ -238,7 +238,7 @@ def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's kernels need jax 0.11.2")
 @pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H100", "B200"])
 def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu, monkeypatch):
-    monkeypatch.setattr(implementations, "_triton_why_no_import", lambda: "this jax has no Triton")
+    monkeypatch.setattr(implementations.TRITON, "why_no_import", "this jax has no Triton")
 
     def taken(dtype, features):
         x = arrays(dtype)

@@ -17,7 +17,6 @@ from selection import whole_but
 from pallas_flash import dropout, explain, flash_attention, masks
 from pallas_flash.choose import implementations
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import hopper
 from pallas_flash.kernels.hopper import forward, tuning
 from pallas_flash.kernels.mosaic import elements, scheduler
 from scripts.bench import results
@@ -39,7 +38,7 @@ def shaped(T, S, H, Hv=None, batch=1, heads=2, kv_heads=2):
 
 
 def tiles(x, **options):
-    return hopper.tiles(explain(*x, **options).problem)
+    return implementations.HOPPER.tiles(explain(*x, **options).problem)
 
 
 def agrees(rng, z, detect_races=False, **options):

@@ -16,13 +16,13 @@ import pytest
 
 from pallas_flash import explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
+from pallas_flash.choose.implementations import AMPERE, BLACKWELL, HOPPER
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import blackwell, hopper, mma
 from pallas_flash.kernels.mosaic import operations
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
-FAMILIES = dict(hopper=hopper, blackwell=blackwell, ampere=mma)
+FAMILIES = {family.name: family for family in (HOPPER, BLACKWELL, AMPERE)}
 B200 = GPUS["H200"]._replace(kind="NVIDIA B200", capability=(10, 0), cores=148)
 needs_interpreter = pytest.mark.skipif(
     gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
@@ -154,7 +154,7 @@ def test_without_a_gpu_nothing_is_said_of_its_shared_memory(monkeypatch):
 def test_blackwell_is_the_first_choice_on_its_gpus(kind, capability, monkeypatch):
     fakes.plug_in(monkeypatch.setattr, fakes.Device(kind, capability, 148))
     choice = explain(HALF, HALF, HALF)
-    assert choice.implementation == "blackwell" and choice.tiles == blackwell.tiles(choice.problem)
+    assert choice.implementation == "blackwell" and choice.tiles == BLACKWELL.tiles(choice.problem)
     assert choice.why_not["hopper"].endswith(f"this one has {capability}")
     assert choice.why_not["triton"] == "blackwell comes before it"
     assert choice.why_not["ampere"].endswith("blackwell's: ask for it by name")
@@ -164,7 +164,7 @@ def test_blackwell_is_the_first_choice_on_its_gpus(kind, capability, monkeypatch
 def test_hopper_is_the_first_choice_on_its_gpus(monkeypatch):
     fakes.plug_in(monkeypatch.setattr, fakes.Device())
     choice = explain(HALF, HALF, HALF)
-    assert choice.implementation == "hopper" and choice.tiles == hopper.tiles(choice.problem)
+    assert choice.implementation == "hopper" and choice.tiles == HOPPER.tiles(choice.problem)
     assert choice.why_not["triton"] == "hopper comes before it"
     for queries, taken in (64, "triton"), (65, "hopper"):  # XLA prepares a mask that is an array
         mask = shaped(2, 1, 8, dtype=bool)

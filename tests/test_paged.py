@@ -193,7 +193,7 @@ def test_splits_are_merged_by_their_sums_where_logits_are_beyond_them(
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
 @pytest.mark.parametrize("gpu, taken", [("H200", "hopper"), ("A100-80GB", "ampere")])
 def test_pages_with_a_score_mod_need_no_triton(gpu, taken, monkeypatch):
-    monkeypatch.setattr(implementations, "_triton_why_no_import", lambda: "it is hidden")
+    monkeypatch.setattr(implementations.TRITON, "why_no_import", "it is hidden")
     q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 8, 64), (512, 2, 64)))
     with as_if_on(GPUS[gpu]):
         add_head = lambda s, b, h, i, j: s + h

@@ -26,8 +26,8 @@ from decoding import (
 from pallas_flash import explain, flash_attention, paged_attention, paged_cache
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
+from pallas_flash.choose.implementations import AMPERE
 from pallas_flash.jax_support import xla_cpu
-from pallas_flash.kernels import mma
 from pallas_flash.kernels.mma import tuning
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise, quantised, split_kv
@@ -132,7 +132,7 @@ def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_th
         with as_if_on(GPUS[gpu]):
             problem = explain(q, k, v, implementation="blockwise").problem
             shapes = tuple((9, page, 2, n) for n in (head, value))
-            if mma.why_no_pages(problem, Pages(shapes, stored, False)):
+            if AMPERE.why_no_pages(problem, Pages(shapes, stored, False)):
                 continue
             t = tuning.decode_tiles(problem, page, stored)
         size, taken = 1 if stored else 2, taken + 1

@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_flash
 from pallas_flash import explain, flash_attention
-from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import records, trial, verdicts
 from pallas_flash.context_parallel import Ring
 from pallas_flash.jax_support import jax_internals, options
+from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
 
@@ -65,10 +65,10 @@ def test_forward_mode_is_checked_where_it_is_asked_for_and_blockwises_taken_if_w
 
     def tangent(problem, tiles, *args):
         ran.append(times)
-        do, dlse = implementations.blockwise_tangent(fake.log_base(problem), problem, *args)
+        do, dlse = blockwise_tangent(fake.log_base(problem), problem, *args)
         return times * do, dlse
 
-    fake = fakes.backend("honest", tangent=tangent)
+    fake = fakes.fake("honest", tangent=tangent)
     install(fake)
     call()
     assert not ran
@@ -111,7 +111,7 @@ REFUSED = "wrong on this machine: the compiler rejects it: .*no such layout"
 
 
 def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install, checked):
-    install(fakes.with_two_orders(in_any_order=refused))
+    install(fakes.WithTwoOrders(in_any_order=refused))
     gradient = lambda **kw: jax.jit(jax.grad(lambda q: jnp.sum(call(q, **kw))))
     gradient(deterministic=True)(fakes.QUERY)
     assert checked == ["hopper_like"] and explained(deterministic=True).condition is None
@@ -137,7 +137,7 @@ def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install
 
 
 def test_where_both_orders_of_the_backward_fail_the_next_family_runs(install, checked):
-    install(fakes.with_two_orders(refused, refused), "honest")
+    install(fakes.WithTwoOrders(refused, refused), "honest")
     with pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ") as told:
         call()
     assert [checked, taken(), len(told)] == [["hopper_like"] * 2 + ["honest"], "honest", 2]
@@ -153,7 +153,7 @@ def test_of_calls_that_share_keys_the_backward_in_order_runs_where_it_is_right(
     ran = []
     any_order = lambda *args: (ran.append("in any order"), fakes.REFERENCE.backward(*args))[1]
     in_order = lambda *args: (ran.append("in order"), fakes.REFERENCE.backward(*args))[1]
-    install(fakes.with_two_orders(any_order, taken or in_order))
+    install(fakes.WithTwoOrders(any_order, taken or in_order))
     attend = lambda q: flash_attention(q, fakes.QUERY, fakes.QUERY)
     gradient = jax.grad(lambda q: jnp.sum(jnp.sin(attend(q))))
     told = pytest.warns(RuntimeWarning, match="deterministic failed .* one call after another")
@@ -173,7 +173,7 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
             raise errors.pop(0)
         return fakes.REFERENCE.forward(*args)
 
-    install(fakes.backend("late", forward), "honest")
+    install(fakes.fake("late", forward), "honest")
     monkeypatch.setattr(verdicts, "AGAIN", 1e6)
     late = lambda text: pytest.warns(
         RuntimeWarning, match=f"late.*: not checked on this machine: MemoryError: {text}. Falling"
@@ -203,7 +203,7 @@ def test_what_the_compiler_refuses_is_recorded_and_not_compiled_in_every_process
         )
 
     for _ in range(2):
-        install(fakes.backend("wide", forward))
+        install(fakes.fake("wide", forward))
         with pytest.warns(
             RuntimeWarning,
             match="wide.*: wrong on this machine: the compiler rejects it: .*107008. Falling",
@@ -220,9 +220,7 @@ def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, m
         lambda f, limit=None: (limits.append(limit), in_a_thread(f, limit))[1],
     )
     run = fakes.when_it_runs(lambda: ran.append(limits[-1]))
-    install(
-        fakes.backend("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1])
-    )
+    install(fakes.fake("slow to compile", lambda *args: (traced.append(limits[-1]), run(*args))[1]))
     call()
     assert set(traced[:1]) == {None} and set(ran[:1]) == {verdicts.LIMIT}
 
@@ -231,7 +229,7 @@ def test_kernels_that_hang_end_the_call_with_what_to_do_and_are_not_taken_again(
     install, checked, monkeypatch
 ):
     hung = threading.Event()
-    sleeper = fakes.backend("sleeper", fakes.when_it_runs(hung.wait))
+    sleeper = fakes.fake("sleeper", fakes.when_it_runs(hung.wait))
     install(sleeper, "honest")
     monkeypatch.setattr(verdicts, "LIMIT", 0.2)
     with pytest.raises(
@@ -292,7 +290,7 @@ def test_the_check_runs_under_its_own_options(install, monkeypatch):
     of_jax = lambda: {name: getattr(jax.config, f"jax_{name}") for name in options.DEFAULTS}
     seen, before = [], of_jax()
     forward = lambda *args: (seen.append(of_jax()), fakes.REFERENCE.forward(*args))[1]
-    install(fake := fakes.backend("fake", forward))
+    install(fake := fakes.fake("fake", forward))
     monkeypatch.setattr(trial, "_measure", lambda *_: seen.append(of_jax()))
     problem = explained().problem
     try:

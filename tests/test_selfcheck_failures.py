@@ -101,13 +101,13 @@ def test_a_fault_is_recorded_and_ends_the_call_with_what_to_do(
     if not saves:
         verdict_folder.write_text("a file where the folder should be")
     then = "it will no longer take bad" if saves else "it checks again"
-    install(fakes.backend("bad", faulty(ILLEGAL)), "honest")
+    install(fakes.fake("bad", faulty(ILLEGAL)), "honest")
     with pytest.raises(
         RuntimeError, match=f"ILLEGAL_ADDRESS.* Restart the process: {then}. PALLAS"
     ):
         call()
     if saves:
-        install(fakes.backend("bad", faulty(ILLEGAL)), "honest")  # a new process
+        install(fakes.fake("bad", faulty(ILLEGAL)), "honest")  # a new process
         with pytest.warns(
             RuntimeWarning, match="self-check of bad .* its kernels fault: .*ILLEGAL"
         ):
@@ -116,7 +116,7 @@ def test_a_fault_is_recorded_and_ends_the_call_with_what_to_do(
 
 
 def test_an_isolated_process_finds_that_kernels_fault(install):
-    install(fakes.backend("bad", faulty(ILLEGAL)))
+    install(fakes.fake("bad", faulty(ILLEGAL)))
     found = trial.run_case(trial.Case("bad", 64, 64, "float32", *trial.SHORT[0]), lambda: None)
     assert found.verdict.wrong.startswith("its kernels fault: ")
 
@@ -248,7 +248,7 @@ CRASHES = """
 import fakes
 from pallas_flash import flash_attention
 
-fakes.install(setattr, fakes.backend("crasher"), fakes.backend("honest"))
+fakes.install(setattr, fakes.fake("crasher"), fakes.fake("honest"))
 flash_attention(*[fakes.QUERY] * 3, is_causal=True)
 """
 
@@ -363,7 +363,7 @@ def test_a_process_of_a_job_falls_back_only_where_all_found_the_same(
 ):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax_internals, "job", lambda: job)
-    install(fakes.backend("wide", refused))
+    install(fakes.fake("wide", refused))
     for _ in range(2):  # again and again, and without another check
         told = pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ")
         with pytest.raises(RuntimeError, match=reason) if reason else told:

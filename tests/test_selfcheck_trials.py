@@ -18,7 +18,6 @@ from pallas_flash.caches import page_kernels
 from pallas_flash.choose import implementations as table
 from pallas_flash.choose.selfcheck import comparison, small_problems, trial, verdicts
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import blackwell, hopper, triton
 from pallas_flash.masks import block_types
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import schedule
@@ -37,7 +36,7 @@ def problem_of(extra: str | None = None, dtype="float32", lengths=(8, 8), size=6
 
 
 def wrong(problem, forward=REFERENCE.forward, backward=REFERENCE.backward, **sizes) -> str | None:
-    fake = fakes.backend("fake", forward, backward)
+    fake = fakes.fake("fake", forward, backward)
     return comparison.check(fake, problem, [fakes.TINY | sizes])().wrong
 
 
@@ -216,7 +215,7 @@ def test_the_kernels_of_score_gradients_pass(extra, sinks):
 # ---- what is a variant ----
 
 
-@pytest.mark.parametrize("kernels", [hopper, triton], ids=lambda kernels: kernels.__name__)
+@pytest.mark.parametrize("kernels", [table.HOPPER, table.TRITON], ids=str)
 def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
     some = problem_of(dtype="bfloat16", lengths=(523, 709), size=1)
     sizes = itertools.product(range(1, 257, 9), range(1, 257, 11), (True, False), (0, 1))
@@ -239,30 +238,27 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 
 
 def test_small_trials_run_the_kernels_of_a_large_call():
-    hopper, call = table.find("hopper"), dict(dtype="bfloat16", deterministic=False)
-    large = hopper.tiles(problem_of(lengths=(trial.LENGTH,) * 2, **call))
+    call = dict(dtype="bfloat16", deterministic=False)
+    large = table.HOPPER.tiles(problem_of(lengths=(trial.LENGTH,) * 2, **call))
     small = small_problems.make(problem_of(**call), fakes.TINY)[0]
-    assert hopper.tiles(small).fused is None
-    assert hopper.tiles_like(large, small).fused.width == large.fused.width
+    assert table.HOPPER.tiles(small).fused is None
+    assert table.HOPPER.for_same_kernels(large, small).fused.width == large.fused.width
 
 
 def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
     monkeypatch.setattr(hardware, "processors", lambda: 132)
-    hopper, large = (
-        table.find("hopper"),
-        problem_of(dtype="bfloat16", lengths=(2048, 2048), size=16, deterministic=False),
-    )
-    tiles = hopper.tiles(large)
+    large = problem_of(dtype="bfloat16", lengths=(2048, 2048), size=16, deterministic=False)
+    tiles = table.HOPPER.tiles(large)
     assert tiles.fused is not None
     smalls = [small_problems.make(large, sizes)[0] for sizes in small_problems.all_sizes(large)]
-    parts = [(p.group, hopper.tiles_like(tiles, p).fused.group_parts) for p in smalls]
+    parts = [(p.group, table.HOPPER.for_same_kernels(tiles, p).fused.group_parts) for p in smalls]
     assert parts == [(4, 4), (2, 1)]
 
 
 def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():
-    hopper, dropping = table.BACKENDS[0], problem_of(dtype="bfloat16", **DROPOUT)
-    tiles = hopper.tiles(small_problems.make(dropping, fakes.TINY)[0])
-    assert hopper.tiles(problem_of(dtype="bfloat16")) != hopper.tiles(dropping) == tiles
+    dropping = problem_of(dtype="bfloat16", **DROPOUT)
+    tiles = table.HOPPER.tiles(small_problems.make(dropping, fakes.TINY)[0])
+    assert table.HOPPER.tiles(problem_of(dtype="bfloat16")) != table.HOPPER.tiles(dropping) == tiles
 
 
 @no_interpreter
@@ -271,7 +267,7 @@ def test_a_trial_fills_each_slot_of_the_blackwell_kernels_again(size):
     problem = problem_of(dtype="bfloat16", size=size)
     small, *_ = small_problems.make(problem, small_problems.all_sizes(problem)[0])
     with as_if_on(GPUS["B200"]):
-        t = blackwell.tiles(small)
+        t = table.BLACKWELL.tiles(small)
     blocks = small.keys // t.forward.block_k, small.queries // t.dkv.block_q * small.group
     assert blocks[0] > max(t.forward.stages, t.dq.stages) and blocks[1] > t.dkv.stages
 
@@ -281,12 +277,12 @@ ALL_KINDS = {block_types.EMPTY, block_types.PARTIAL, block_types.FULL}
 
 def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ_by_head():
     hopper, problem = (
-        table.BACKENDS[0],
+        table.HOPPER,
         problem_of(dtype="bfloat16", mask=masks.Dilated(2)),
     )
     assert verdicts.variant_of(hopper, problem).scheme == "deterministic, a rule"
     p, operands, _ = small_problems.make(problem, small_problems.SIZES)
-    tiles = hopper.tiles(p).forward
+    tiles = table.HOPPER.tiles(p).forward
     sizes = p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     types = np.asarray(schedule.block_types(operands.resolved_mask, *sizes))
     assert {*types.flat} == ALL_KINDS and len({head.tobytes() for head in types[0]}) > 1
@@ -294,7 +290,7 @@ def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ
 
 def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
     p, operands, _ = small_problems.make(problem_of("a mask", "bfloat16"), small_problems.SIZES)
-    tiles = table.BACKENDS[0].tiles(p).forward
+    tiles = table.HOPPER.tiles(p).forward
     sizes = p.queries, p.keys, tiles.block_q, tiles.block_k
     assert {*np.asarray(block_types.from_array(operands.mask, *sizes)).flat} == ALL_KINDS
 
@@ -328,8 +324,8 @@ def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
 def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(monkeypatch):
     asked = []
 
-    def first_right(backend, problems, entry, check):
-        asked.append((backend.name, entry.name))
+    def first_right(implementation, problems, entry, check):
+        asked.append((implementation.name, entry.name))
         return verdicts.Right(*problems)
 
     monkeypatch.setattr(verdicts, "first_right", first_right)
@@ -353,17 +349,14 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
     )
     assert verdicts.variant_of(triton, problem).scheme == "deterministic, decoding"
     (sizes,) = small_problems.all_sizes(problem)
-    assert triton.tiles(small_problems.make(problem, sizes)[0]).decode is not None
+    assert table.TRITON.tiles(small_problems.make(problem, sizes)[0]).decode is not None
 
 
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
-    hopper, problem = (
-        table.BACKENDS[0],
-        problem_of(dtype="bfloat16", size=size, is_causal=True),
-    )
+    problem = problem_of(dtype="bfloat16", size=size, is_causal=True)
     one, several = (
-        hopper.tiles(small_problems.make(problem, sizes)[0]).forward
+        table.HOPPER.tiles(small_problems.make(problem, sizes)[0]).forward
         for sizes in small_problems.all_sizes(problem)
     )
     assert one.tiles_per_program == 1 < several.tiles_per_program and several.q_stages == 2
@@ -372,5 +365,5 @@ def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
 def test_the_largest_error_of_all_trials_counts_and_nan_most(monkeypatch):
     errors = [dict(o=1e-6, dq=float("nan")), dict(o=0.5, dq=1e-6)]
     monkeypatch.setattr(comparison, "_errors", lambda *_: errors.pop(0))
-    told = comparison.check(fakes.backend("honest"), problem_of(), [fakes.TINY] * 2)().wrong
+    told = comparison.check(fakes.fake("honest"), problem_of(), [fakes.TINY] * 2)().wrong
     assert told.startswith("o is off by 5.0e-01, dq is off by nan; ")

@@ -371,7 +371,7 @@ def install(monkeypatch, tmp_path):
     """Puts fakes before all others, as on a GPU that nobody has checked."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
-    return lambda patch, *names: fakes.install(patch.setattr, *map(fakes.backend, names))
+    return lambda patch, *names: fakes.install(patch.setattr, *map(fakes.fake, names))
 
 
 @pytest.mark.parametrize("name, why", [("liar", "dk is off by"), ("raiser", "ptxas fell over")])
@@ -420,15 +420,12 @@ def test_check_passes(text, capsys, small_tiles, options):
 
 
 def test_check_fails_where_an_implementation_is_wrong(text, monkeypatch):
-    def with_wrong_gradient(backend):
-        def backward(*arguments):
-            gradients = backend.backward(*arguments)  # as if a block were skipped
-            return gradients._replace(value=gradients.value.at[:, :16].set(0))
+    right = implementations.BLOCKWISE
 
-        return backend._replace(backward=backward) if backend.name == "blockwise" else backend
+    def backward(*arguments):
+        gradients = right.backward(*arguments)  # as if a block were skipped
+        return gradients._replace(value=gradients.value.at[:, :16].set(0))
 
-    monkeypatch.setattr(
-        implementations, "BACKENDS", tuple(map(with_wrong_gradient, implementations.BACKENDS))
-    )
+    fakes.replace(monkeypatch.setattr, right, backward=backward)
     error = error_of(train_gpt.main, *CHECK, "--data", text, "--attention", "blockwise")
     assert "blockwise and reference differ at step" in error

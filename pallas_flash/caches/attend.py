@@ -17,8 +17,8 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
-from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import PagedCall
+from pallas_flash.problem.implementation import Implementation, PageReader
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import quantised, split_kv
 from pallas_flash.transforms import autodiff, derivative_modes, lowering
@@ -95,10 +95,9 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     call, problem, operands, pages = _normalise(call, is_ragged)
     arrays = dict(key=(call.k_pages, call.k_scales))
     arrays |= {} if call.v_pages is None else dict(value=(call.v_pages, call.v_scales))
-    implementation = call.implementation
     table = jnp.clip(call.page_table, 0, call.k_pages.shape[0] - 1)
-    backend = choose(problem, pages, implementation)
-    if gathers_pages(backend, problem, pages):
+    implementation = choose(problem, pages, call.implementation)
+    if gathers_pages(implementation, problem, pages):
         options = problem, pages, operands.resolved_mask, table, call.key.dtype
         return dispatch.attend(
             call.replace(**{name: _gather(*options, *x) for name, x in arrays.items()})
@@ -106,11 +105,11 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     scales = tuple(scales for _, scales in arrays.values())
     operands = operands._replace(**{name: x for name, (x, _) in arrays.items()})
     operands, scales = varying.vary_alike((operands, scales))
-    is_requested = selection.requested(implementation) is not None
+    is_requested = selection.requested(call.implementation) is not None
     traced_without_gpu = hardware.here().platform != "gpu"
-    read = PagedPass(backend, is_requested, traced_without_gpu, problem, pages)
+    read = PagedPass(implementation, is_requested, traced_without_gpu, problem, pages)
     o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, scales)
-    log_base = backend.log_base(problem)
+    log_base = implementation.log_base(problem)
     rows = autodiff.lse_and_largest(log_base, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)
 
@@ -123,11 +122,11 @@ class PagedPass(lowering.ByPlatform):
     pages: Pages
 
     def run(self, *args):
-        return page_kernels.attend(self.problem, self.pages, self.backend, *args)
+        return page_kernels.attend(self.problem, self.pages, self.implementation, *args)
 
     def run_elsewhere(self, like, *args):
         o, stats = page_kernels.attend(self.problem, self.pages, implementations.BLOCKWISE, *args)
-        return o, lowering.like_kernels(stats, like[1], self.backend.log_base(self.problem))
+        return o, lowering.like_kernels(stats, like[1], self.implementation.log_base(self.problem))
 
 
 def _gather(p: Problem, pages: Pages, mask: ResolvedMask, table, dtype, x, scales):
@@ -147,14 +146,14 @@ def _gather(p: Problem, pages: Pages, mask: ResolvedMask, table, dtype, x, scale
 # ---- which implementation ----
 
 
-def gathers_pages(backend: Backend, problem: Problem, pages: Pages) -> bool:
+def gathers_pages(implementation: Implementation, problem: Problem, pages: Pages) -> bool:
     """Whether an implementation attends to a copy of the pages in order."""
-    if backend.paged is None:
+    if not isinstance(implementation, PageReader):
         return True
     if problem.resolved_mask.lists is not None:
-        return not backend.paged.takes_lists(problem)
+        return not implementation.takes_lists_of_pages(problem)
     is_long = split_kv.why_not(problem) is not None and not pages.is_ragged
-    return is_long and backend.paged.copies_prompts(problem)
+    return is_long and implementation.copies_prompts(problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,21 +163,21 @@ class Objections(selection.Objections):
     pages: Pages | None = None
     NAME = "call of paged_attention"
 
-    def cannot(self, backend):
-        if self._gathers(backend):
-            return super().cannot(backend)
-        reason = backend.why_not(self._as_decoding)
-        return joined(reason, backend.paged.why_not(self.problem, self.pages))
+    def cannot(self, implementation):
+        if self._gathers(implementation):
+            return super().cannot(implementation)
+        reason = implementation.why_not(self._as_decoding)
+        return joined(reason, implementation.why_no_pages(self.problem, self.pages))
 
-    def by_default(self, backend):
-        if reason := super().by_default(backend):
+    def by_default(self, implementation):
+        if reason := super().by_default(implementation):
             return reason
         has_lists = self.problem.resolved_mask.lists is not None
-        return COPIES_ALL if has_lists and self._gathers(backend) else None
+        return COPIES_ALL if has_lists and self._gathers(implementation) else None
 
-    def checked(self, backend):
-        if self._gathers(backend):
-            return super().checked(backend)
+    def checked(self, implementation):
+        if self._gathers(implementation):
+            return super().checked(implementation)
         return [self._as_decoding], page_kernels.entry_point(self.pages)
 
     @property
@@ -186,11 +185,11 @@ class Objections(selection.Objections):
         """The problem with as many keys as decoding takes at least."""
         return dataclasses.replace(self.problem, keys=max(self.problem.keys, split_kv.KEYS))
 
-    def _gathers(self, backend):
-        return gathers_pages(backend, self.problem, self.pages)
+    def _gathers(self, implementation):
+        return gathers_pages(implementation, self.problem, self.pages)
 
 
-def choose(problem: Problem, pages: Pages, implementation: str | None, check=True) -> Backend:
+def choose(problem: Problem, pages: Pages, name: str | None, check=True) -> Implementation:
     objections = Objections(problem, check, pages)
-    _, choice = selection.first(problem, selection.requested(implementation), objections)
-    return choice.backend
+    _, choice = selection.first(problem, selection.requested(name), objections)
+    return choice.implementation

@@ -10,8 +10,8 @@ from typing import ClassVar
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, verdicts
 from pallas_flash.problem.arguments import Problem
-from pallas_flash.problem.backend import Backend, Choice
-from pallas_flash.tiled.blockwise.backend import blockwise_tangent
+from pallas_flash.problem.implementation import Choice, Implementation
+from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 
 JAX_NN_NAMES = ("xla", "cudnn")  # jax.nn's implementations; here they choose, as None does
 
@@ -43,31 +43,33 @@ class Objections:
     check: bool | None = False  # whether self-checks run; None: they do not count
     NAME: ClassVar[str] = "call"
 
-    def cannot(self, backend: Backend) -> str | None:
+    def cannot(self, implementation: Implementation) -> str | None:
         """Why it cannot run the call."""
-        return backend.why_no_lists(self.problem) or backend.why_not(
-            backend.converted(self.problem)
+        return implementation.why_no_lists(self.problem) or implementation.why_not(
+            implementation.converted(self.problem)
         )
 
-    def by_default(self, backend: Backend) -> str | None:
+    def by_default(self, implementation: Implementation) -> str | None:
         """Why it does not run the call unless it is named."""
-        return backend.why_not_by_default(self.problem)
+        return implementation.why_not_by_default(self.problem)
 
-    def right(self, backend: Backend) -> verdicts.Right:
+    def right(self, implementation: Implementation) -> verdicts.Right:
         """The variant of the problem that this machine's self-check, where it has run or may run,
         finds right, and what failed before it."""
         if self.check is None:
             return verdicts.Right(self.problem)
-        return verdicts.first_right(backend, *self.checked(backend), self.check)
+        return verdicts.first_right(implementation, *self.checked(implementation), self.check)
 
-    def is_known(self, backend: Backend) -> bool:
+    def is_known(self, implementation: Implementation) -> bool:
         """Whether the self-check has a verdict on the variant that runs."""
-        problem, (_, entry) = self.right(backend).problem, self.checked(backend)
-        return problem is None or verdicts.is_known(backend, problem, entry)
+        problem, (_, entry) = self.right(implementation).problem, self.checked(implementation)
+        return problem is None or verdicts.is_known(implementation, problem, entry)
 
-    def checked(self, backend: Backend) -> tuple[Iterable[Problem], comparison.EntryPoint]:
+    def checked(
+        self, implementation: Implementation
+    ) -> tuple[Iterable[Problem], comparison.EntryPoint]:
         """What the self-check runs: variants, in order of preference."""
-        return backend.variants(self.problem), comparison.FLASH_ATTENTION
+        return implementation.variants(self.problem), comparison.FLASH_ATTENTION
 
 
 def first(
@@ -79,15 +81,15 @@ def first(
     objections = objections or Objections(problem, None)
     if name is None:
         # the cheap check comes first: why_not may import kernels
-        is_able = lambda backend: not (objections.by_default(backend) or objections.cannot(backend))
-        able = filter(is_able, implementations.BACKENDS)
-        found = ((backend, objections.right(backend).problem) for backend in able)
-        backend, problem = next(pair for pair in found if pair[1] is not None)
+        is_able = lambda each: not (objections.by_default(each) or objections.cannot(each))
+        able = filter(is_able, implementations.IMPLEMENTATIONS)
+        found = ((each, objections.right(each).problem) for each in able)
+        implementation, problem = next(pair for pair in found if pair[1] is not None)
         if objections.check:
-            _warn_of_rules(backend, objections)
+            _warn_of_rules(implementation, objections)
     elif isinstance(name, str) and name in implementations.names():
-        backend = implementations.find(name)
-        if why_not := objections.cannot(backend):
+        implementation = implementations.find(name)
+        if why_not := objections.cannot(implementation):
             raise NotImplementedError(
                 f"implementation {name!r} cannot run this {objections.NAME}: {why_not}. The call: "
                 f"{problem}."
@@ -104,10 +106,10 @@ def first(
             f"jax.nn's {' or '.join(JAX_NN_NAMES)}, which mean the same as None; "
             f"got {name!r}.{hint}"
         )
-    return problem, Choice(backend, backend.tiles(backend.converted(problem)))
+    return problem, Choice(implementation, implementation.tiles(implementation.converted(problem)))
 
 
-def _warn_of_rules(taken: Backend, objections: Objections):
+def _warn_of_rules(taken: Implementation, objections: Objections):
     """Warns where a mask_mod or score_mod alone keeps all GPU kernels from a call."""
     p, mask = objections.problem, objections.problem.resolved_mask
     rules = [rule for rule in (mask.mask_mod, p.score) if rule is not None]
@@ -117,9 +119,9 @@ def _warn_of_rules(taken: Backend, objections: Objections):
         p, score=None, resolved_mask=dataclasses.replace(mask, mask_mod=None)
     )
     without = dataclasses.replace(objections, problem=without)
-    could = lambda backend: not (without.by_default(backend) or without.cannot(backend))
-    kernels = [x for x in implementations.BACKENDS if x.own_kernels and could(x)]
-    reasons = {backend.name: objections.cannot(backend) for backend in kernels}
+    could = lambda each: not (without.by_default(each) or without.cannot(each))
+    kernels = [x for x in implementations.IMPLEMENTATIONS if x.own_kernels and could(x)]
+    reasons = {each.name: objections.cannot(each) for each in kernels}
     if reasons and all(reasons.values()):
         why_not = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         warnings.warn(
@@ -131,53 +133,55 @@ def _warn_of_rules(taken: Backend, objections: Objections):
         )
 
 
-def checked_tangent(backend: Backend, problem: Problem, tiles, *args):
+def checked_tangent(implementation: Implementation, problem: Problem, tiles, *args):
     """The forward mode of kernels, which is checked where it is first used; blockwise's, if it is
     wrong."""
     entry, instead = comparison.FORWARD_MODE, "blockwise's forward mode"
-    if verdicts.first_right(backend, [problem], entry, instead=instead).problem is None:
-        return blockwise_tangent(backend.log_base(problem), problem, *args)
-    return backend.tangent(problem, tiles, *args)
+    is_wrong = (
+        implementation.has_tangent(tiles)
+        and verdicts.first_right(implementation, [problem], entry, instead=instead).problem is None
+    )
+    if is_wrong:
+        return blockwise_tangent(implementation.log_base(problem), problem, *args)
+    return implementation.tangent(problem, tiles, *args)
 
 
-def is_right(backend: Backend, problem: Problem) -> bool:
+def is_right(implementation: Implementation, problem: Problem) -> bool:
     """Whether kernels that calls under vmap would run side by side pass the self-check."""
     instead = "the kernels of one call after another"
-    return verdicts.first_right(backend, [problem], instead=instead).problem is not None
+    return verdicts.first_right(implementation, [problem], instead=instead).problem is not None
 
 
 def reasons(
-    taken: Backend, implementation: str | None, objections: Objections
+    taken: Implementation, argument: str | None, objections: Objections
 ) -> tuple[dict[str, str], str | None]:
     """Why each other implementation was not taken, and the condition on which `taken` was."""
-    name = requested(implementation)
+    name = requested(argument)
     failed = {} if name else objections.right(taken).failed
     conditions = [f"whose variant {scheme!r} is {why_not}" for scheme, why_not in failed.items()]
-    if implementation in JAX_NN_NAMES:
-        conditions.append(
-            f"chosen: {implementation!r} is a name of jax.nn, and chooses as None does"
-        )
+    if argument in JAX_NN_NAMES:
+        conditions.append(f"chosen: {argument!r} is a name of jax.nn, and chooses as None does")
     if name is None and not objections.is_known(taken):
         conditions.append(
             "if its self-check passes on this machine: the first call runs it, or python -m "
             "pallas_flash"
         )
-    elif name not in (None, implementation):
+    elif name not in (None, argument):
         conditions.append("as PALLAS_FLASH_IMPLEMENTATION says")
 
-    def why_not(backend: Backend) -> str:
-        if reason := objections.cannot(backend):
+    def why_not(implementation: Implementation) -> str:
+        if reason := objections.cannot(implementation):
             return reason
         if name is not None:
             return f"{taken.name} was selected by name"
         return (
-            objections.by_default(backend)
-            or _failed_check(objections.right(backend))
+            objections.by_default(implementation)
+            or _failed_check(objections.right(implementation))
             or f"{taken.name} comes before it"
         )
 
-    others = [backend for backend in implementations.BACKENDS if backend is not taken]
-    return {backend.name: why_not(backend) for backend in others}, ", ".join(conditions) or None
+    others = [each for each in implementations.IMPLEMENTATIONS if each is not taken]
+    return {each.name: why_not(each) for each in others}, ", ".join(conditions) or None
 
 
 def _failed_check(right: verdicts.Right) -> str | None:

@@ -20,7 +20,7 @@ from pallas_flash import dropout
 from pallas_flash.checks import sums
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
-from pallas_flash.problem.backend import Pass
+from pallas_flash.problem.implementation import Pass
 from pallas_flash.tiled import online_softmax, schedule
 from pallas_flash.tiled.online_softmax import SoftmaxState
 
@@ -176,7 +176,7 @@ def head_slices(problem: Problem, chunks: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class RingPass(Pass):
-    """A pass over all pairs of the loop, by the backend's pass for a pair."""
+    """A pass over all pairs of the loop, by the implementation's pass for a pair."""
 
     loop: Loop
 
@@ -299,7 +299,7 @@ class RoundTrip(NamedTuple):
         B, T, N, _ = x.query.shape
         wide = sums(x.query.dtype)
         sinks = None if x.sinks is None else x.sinks[None, :, None]
-        log_base = pass_.backend.log_base(p)
+        log_base = pass_.implementation.log_base(p)
         start = online_softmax.start(self.zeros((B, N, T), wide), log_base, sinks, p.max_logits)
         axes = _head_axes(p)
 
@@ -318,7 +318,7 @@ class RoundTrip(NamedTuple):
 
     def backward(self, lse, do, delta) -> Gradients:
         loop, wide, x = self.pass_.loop, delta.dtype, take_heads(self.x, self.heads)
-        if self.pass_.backend.takes_row_scale:  # a pair has a part of the keys
+        if self.pass_.implementation.takes_row_scale:  # a pair has a part of the keys
             lse = lse._replace(dlse=None)
         zeros = lambda y: None if y is None else self.zeros(y.shape, wide)
 

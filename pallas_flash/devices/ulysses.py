@@ -1,5 +1,5 @@
 """All-to-all context parallelism (DeepSpeed's Ulysses): the caller holds a part of the rows of all
-heads, and the backend computes all rows of a part of the heads.
+heads, and the implementation computes all rows of a part of the heads.
 
 context_parallel.py exchanges Q, K and V beforehand. The forward exchanges o back, so that its
 residual is this device's rows of o, which the caller keeps anyway. delta is computed from these
@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_flash import checks
 from pallas_flash.problem.arguments import Operands, Problem
-from pallas_flash.problem.backend import Pass
+from pallas_flash.problem.implementation import Pass
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pallas_flash import dropout
 from pallas_flash.checks import sums
 from pallas_flash.masks import block_types
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
+from pallas_flash.problem.implementation import Implementation
 from pallas_flash.tiled.online_softmax import LOWEST, SoftmaxState, with_tangent_of
 
 
@@ -138,3 +139,28 @@ def _share(lse_of_keys, lse):
     gap = lse_of_keys - lse
     whole = (lse == jnp.inf) | (jnp.abs(gap) <= 4 * jnp.finfo(lse.dtype).eps * jnp.abs(lse))
     return jnp.where(whole, 1.0, jnp.exp(gap))
+
+
+class Reference(Implementation):
+    """Dense attention, which other implementations are compared with."""
+
+    name = "reference"
+    is_dense = True
+
+    def why_not(self, problem):
+        return None
+
+    def takes_lists(self, problem):
+        return True
+
+    def tiles(self, problem):
+        return None
+
+    def forward(self, problem, tiles, x):
+        return attend(problem, x)
+
+    def backward(self, problem, tiles, x, lse, do, delta):
+        return backward(problem, x, lse, do, delta)
+
+
+REFERENCE = Reference()

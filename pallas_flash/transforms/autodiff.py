@@ -20,10 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_flash.jax_support.varying import vary_alike
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
-from pallas_flash.problem.backend import Choice
+from pallas_flash.problem.implementation import Choice
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import blockwise, online_softmax
-from pallas_flash.tiled.blockwise.backend import BLOCKWISE
+from pallas_flash.tiled.blockwise.implementation import BLOCKWISE
 from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale, SoftmaxState
 from pallas_flash.transforms import derivative_modes, equation
 from pallas_flash.transforms.linear_maps import LinearMap, floats
@@ -44,12 +44,12 @@ def attend(problem: Problem, choice: Choice, operands: Operands):
         if choice.reverse_only:
             x = _map_floats(derivative_modes.reverse_only, x)
             o, stats = attention(problem, choice, x)
-        elif choice.backend.is_dense:
-            o, stats = choice.backend.forward(problem, choice.tiles, x)
+        elif choice.implementation.is_dense:
+            o, stats = choice.forward(problem, choice.tiles, x)
             o, stats = checkpoint_names(o, stats, _name_in_derivatives)
         else:
             o, stats = Attention(problem, choice)(x)
-        return o, *lse_and_largest(choice.backend.log_base(problem), problem, x, stats)
+        return o, *lse_and_largest(choice.implementation.log_base(problem), problem, x, stats)
 
 
 # ---- the tie ----
@@ -58,14 +58,14 @@ def attend(problem: Problem, choice: Choice, operands: Operands):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attention(problem: Problem, choice: Choice, x: Operands):
     """The forward: o [B, T, N, Hv] in the query's dtype, and the SoftmaxState [B, N, T]."""
-    return choice.backend.forward(problem, choice.tiles, x)
+    return choice.forward(problem, choice.tiles, x)
 
 
 def _forward(problem, choice, x):
     choice = choice.for_gradient()
     if choice.reverse_only:
         x = _map_floats(derivative_modes.no_second, x)
-        o, stats = choice.backend.forward(problem, choice.tiles, x)
+        o, stats = choice.forward(problem, choice.tiles, x)
     else:
         o, stats = Attention(problem, choice)(x)
     o, stats = checkpoint_names(o, stats)
@@ -75,7 +75,7 @@ def _forward(problem, choice, x):
 def _backward(problem, choice, residuals, cotangents):
     (do, dstats), stats = derivative_modes.no_second(cotangents), residuals.stats
     # where there is an l, any m gives the same softmax: l = b^(lse - m) has all of lse's derivative
-    log_base = choice.backend.log_base(problem)
+    log_base = choice.implementation.log_base(problem)
     dlse = log_base.from_e(dstats.m) if stats.l is None else stats.l * dstats.l
     wanted = jax.tree.map(lambda _: True, residuals.operands.differentiable)
     gradient = Gradient(problem, choice.for_gradient(), wanted).run(residuals, (do, dlse))
@@ -104,7 +104,7 @@ class Attention(equation.Equation):
         return functools.partial(_attention, self.problem, self.choice)
 
     def results_like(self, x):
-        return self.choice.backend.results_like(self.problem, x)
+        return self.choice.results_like(self.problem, x)
 
     def push(self, args, tangents):
         """JAX's rule for a custom_vjp, written out."""
@@ -115,7 +115,7 @@ class Attention(equation.Equation):
             return (o, stats), (jnp.zeros_like(o), dstats)
         do, dlse = Tangent(self.problem, choice)(residuals, dx)
         if stats.l is None:  # as in `_backward`
-            log_base = choice.backend.log_base(self.problem)
+            log_base = choice.implementation.log_base(self.problem)
             return (o, stats), (do, dstats._replace(m=log_base.from_e(dlse)))
         return (o, stats), (do, dstats._replace(l=stats.l * dlse))
 
@@ -138,10 +138,10 @@ class _Map(LinearMap):
 
     @property
     def log_base(self) -> LogBase:
-        return self.choice.backend.log_base(self.problem)
+        return self.choice.implementation.log_base(self.problem)
 
     def differentiable(self, residuals: Residuals):
-        if self.choice.backend.takes_row_scale:
+        if self.choice.implementation.takes_row_scale:
             return self, residuals
         choice = Choice(BLOCKWISE, BLOCKWISE.tiles(self.problem)).for_gradient()
         (x, o, stats), log_base = residuals, self.log_base
@@ -156,12 +156,8 @@ class Tangent(_Map):
     """Maps the tangents of the operands to those of o [B, T, N, Hv] and lse [B, N, T]."""
 
     def run(self, residuals: Residuals, x: Gradients):
-        backend, tiles = self.choice.backend, self.choice.tiles
-        if backend.tangent is None:
-            blockwise_map, residuals = self.differentiable(residuals)
-            return blockwise_map.run(residuals, x)
-        operands, o, stats = residuals
-        if backend.takes_row_scale:
+        choice, (operands, o, stats) = self.choice, residuals
+        if choice.implementation.takes_row_scale:
             rows = scale = stats.row_scale(None)
         else:
             rows = stats.row_lse(self.log_base)
@@ -170,9 +166,8 @@ class Tangent(_Map):
         if x.sinks is not None:
             of_sinks = x.sinks[None, :, None].astype(dlse.dtype)
             dlse = of_sinks * sink_weights(operands.sinks, scale, self.log_base)
-        do, dlse = backend.tangent(
-            self.problem, tiles, operands, x._replace(sinks=None), rows, o, dlse
-        )
+        args = operands, x._replace(sinks=None), rows, o, dlse
+        do, dlse = choice.tangent(self.problem, choice.tiles, *args)
         do, dlse = zero_padded_rows(operands, do, dlse)
         return do.astype(o.dtype), dlse
 
@@ -220,7 +215,7 @@ def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
     operands, _, stats = in_base_e  # nothing of o: `blockwise.derivatives`
     rows, do, delta = prepare_cotangents(problem, by_blockwise.choice, in_base_e, cotangents)
     _, dlse = by_blockwise.run(in_base_e, dx)
-    problem, x = by_blockwise.choice.backend.convert(problem, operands)
+    problem, x = by_blockwise.choice.implementation.convert(problem, operands)
     gradients, of_sum = blockwise.second(problem, tiles, x, dx, rows, do, delta, dlse)
     if operands.sinks is not None:
         along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
@@ -281,23 +276,23 @@ def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradie
     the SoftmaxState."""
     operands = residuals[0]
     lse, do, delta = prepare_cotangents(problem, choice, residuals, cotangents)
-    gradients = choice.backend.backward(problem, choice.tiles, operands, lse, do, delta)
+    gradients = choice.backward(problem, choice.tiles, operands, lse, do, delta)
     if operands.sinks is None:
         return gradients
     rows = lse if isinstance(lse, RowScale) else RowScale(lse, 1.0, None)
-    weights = sink_weights(operands.sinks, rows, choice.backend.log_base(problem))
+    weights = sink_weights(operands.sinks, rows, choice.implementation.log_base(problem))
     of_sinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(operands.sinks.dtype)
     return gradients._replace(sinks=of_sinks)
 
 
 def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
-    """The arrays of each row that the backward takes: lse in the backend's form, do, and delta or
-    its terms."""
+    """The arrays of each row that the backward takes: lse in the form that it asks for, do, and
+    delta or its terms."""
     (operands, o, stats), (do, dlse) = residuals, cotangents
     do, dlse = zero_padded_rows(operands, do, dlse)
-    wide, log_base = stats.m.dtype, choice.backend.log_base(problem)
+    wide, log_base = stats.m.dtype, choice.implementation.log_base(problem)
     dlse = jnp.where(stats.empty, 0.0, dlse)
-    if choice.backend.takes_row_scale:
+    if choice.implementation.takes_row_scale:
         lse, factor = stats.row_scale(dlse), None
     else:
         lse, factor = stats.backward_lse(log_base)
@@ -313,7 +308,7 @@ def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):
     if do.dtype != wide:
         do = lax.optimization_barrier(do)
     terms = DeltaTerms(o, dlse)
-    if choice.backend.sums_delta(choice.tiles):
+    if choice.sums_delta:
         return lse, do, terms
     return lse, do, terms.sum(do, problem.kept, stats.empty)
 

@@ -18,9 +18,9 @@ from pallas_flash.devices import sharding
 from pallas_flash.devices.shared_arrays import operand_axes, rows_axes, with_indices
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Operands, Problem
-from pallas_flash.problem.backend import Choice, Pass, trace_now
+from pallas_flash.problem.implementation import Choice, Pass
 from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.blockwise.backend import blockwise_tangent
+from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale
 from pallas_flash.transforms import lowering
 
@@ -39,7 +39,7 @@ class KernelPass(lowering.ByPlatform, Pass):
     mesh: AxisType | None
     # the tangent of kernels that nobody requested: checked where it is first asked for
     checked_tangent: Callable
-    # (backend, problem) -> whether kernels that nobody requested pass that check
+    # (implementation, problem) -> whether kernels that nobody requested pass that check
     is_right: Callable
     problem: Problem | None = None
     tiles: Any = None
@@ -56,9 +56,9 @@ class KernelPass(lowering.ByPlatform, Pass):
         return self.run_here
 
     def run_here(self, operands: Operands, *rows):
-        problem, operands = self.backend.convert(self.problem, operands)
+        problem, operands = self.implementation.convert(self.problem, operands)
         if self.name == "tangent" and not self.is_requested:
-            return self.checked_tangent(self.backend, problem, self.tiles, operands, *rows)
+            return self.checked_tangent(self.implementation, problem, self.tiles, operands, *rows)
         return self.inner(problem, self.tiles, operands, *rows)
 
     @property
@@ -91,11 +91,11 @@ class KernelPass(lowering.ByPlatform, Pass):
                 return self._over_mesh(axis, leaves, in_axes, in_tree)
         merged = self._merge(size, leaves, in_axes, in_tree)
         problem = None if merged is None else self.problem.of_part(merged[0])
-        if problem is None or self.backend.why_not(self.backend.converted(problem)):
+        if problem is None or self.implementation.why_not(self.implementation.converted(problem)):
             side_by_side = self.within(in_axes)._for_calls(size)
             jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)
             return side_by_side._bind(leaves, jaxpr, jaxpr.out_avals, **trees)
-        results = self(problem, self.backend.tiles_like(self.tiles, problem), *merged)
+        results = self(problem, self.implementation.tiles_like(self.tiles, problem), *merged)
         split = lambda y: y.reshape(size, self.problem.batch, *y.shape[1:])
         return list(map(split, jax.tree.leaves(results)))
 
@@ -104,11 +104,14 @@ class KernelPass(lowering.ByPlatform, Pass):
         given, and jax runs such kernels one call after another: the one in order runs instead."""
         problem, tiles = self.problem, self.tiles
         if self.name == "backward":
-            _, *in_order = self.backend.variants(problem)
+            _, *in_order = self.implementation.variants(problem)
             for other in in_order:
-                if self.is_requested or self.is_right(self.backend, other):
-                    problem, tiles = other, self.backend.tiles(self.backend.converted(other))
-        tiles = self.backend.for_calls(tiles, self.backend.converted(problem), size)
+                if self.is_requested or self.is_right(self.implementation, other):
+                    problem, tiles = (
+                        other,
+                        self.implementation.tiles(self.implementation.converted(other)),
+                    )
+        tiles = self.implementation.for_calls(tiles, self.implementation.converted(problem), size)
         return dataclasses.replace(self, problem=problem, tiles=tiles)
 
     def _over_mesh(self, axis, leaves, in_axes, in_tree):
@@ -129,7 +132,7 @@ class KernelPass(lowering.ByPlatform, Pass):
         query, key or value that they share, or a bias or mask of several batch rows; or if each
         call has an array without batch rows, or its gradient: sinks, arrays of a rule. Many
         tangents at one place are worth the copies."""
-        if self.maps or self.backend.is_dense:
+        if self.maps or self.implementation.is_dense:
             return None
         is_mapped = [axis == 0 for axis in in_axes]
         axes, *row_axes = self.within(in_axes).axes(leaves, in_tree)
@@ -169,7 +172,7 @@ class KernelPass(lowering.ByPlatform, Pass):
         return super().lower(ctx, *leaves, **parameters)
 
     def run_elsewhere(self, like, x: Operands, *rows):
-        problem, log_base = self.problem, self.backend.log_base(self.problem)
+        problem, log_base = self.problem, self.implementation.log_base(self.problem)
         tiles = blockwise.tiles(problem).for_gradient()
         if self.name == "tangent":
             return blockwise_tangent(log_base, problem, x, *rows)
@@ -196,7 +199,7 @@ def wrap(
 ) -> Choice:
     """The choice, each pass a `KernelPass` on the mesh that the operands lie on. The reference is
     products and sums, which vmap maps and XLA's partitioner cuts by themselves."""
-    mesh, is_dense = None, choice.backend.is_dense
+    mesh, is_dense = None, choice.implementation.is_dense
     if sharding.has_explicit_axes(operands.query):
         mesh = AxisType.Explicit
     elif not is_dense and sharding.is_on_auto_mesh(operands) and _can_partition(operands):
@@ -208,7 +211,7 @@ def wrap(
     choice = choice.wrap(KernelPass, is_requested, traced_without_gpu, mesh, *checked)
     if mesh is AxisType.Auto:
         # jax looks into the jaxpr of a program for equations whose lowering needs the devices
-        return choice._replace(backend=choice.backend._replace(results_like=trace_now))
+        return choice._replace(traces_at_once=True)
     return choice._replace(reverse_only=mesh is AxisType.Explicit)
 
 

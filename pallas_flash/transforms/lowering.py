@@ -13,7 +13,7 @@ import jax
 
 from pallas_flash.jax_support import hardware, jax_internals
 from pallas_flash.jax_support.jax_internals import mlir
-from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.implementation import Implementation
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled.online_softmax import SoftmaxState, finite
 from pallas_flash.transforms import equation
@@ -29,7 +29,7 @@ class ByPlatform(equation.Rules):
     """Lowers `run`, or `run_elsewhere` where kernels were traced for a GPU and the program is
     lowered for another platform; kernels that were requested by name raise there."""
 
-    backend: Backend
+    implementation: Implementation
     is_requested: bool
     traced_without_gpu: bool
 
@@ -37,8 +37,8 @@ class ByPlatform(equation.Rules):
     def needs_gpu(self) -> bool:
         """Whether `run` is for GPUs alone. Kernels that were requested by name and that Pallas'
         interpreter can run are used everywhere."""
-        runs_anywhere = self.is_requested and self.backend.is_interpretable
-        return self.backend.own_kernels and not self.traced_without_gpu and not runs_anywhere
+        runs_anywhere = self.is_requested and self.implementation.is_interpretable
+        return self.implementation.own_kernels and not self.traced_without_gpu and not runs_anywhere
 
     @property
     def primitive(self):
@@ -53,7 +53,7 @@ class ByPlatform(equation.Rules):
         return super().lower(ctx, *leaves, jaxpr=jaxpr, **trees)
 
     def lower_elsewhere(self, ctx, *leaves, jaxpr, in_tree, out_tree):
-        name = self.backend.name
+        name = self.implementation.name
         if self.is_requested:
             raise NotImplementedError(
                 f"implementation {name!r} runs on GPUs only, but the program is lowered for "
@@ -71,9 +71,9 @@ class ByPlatform(equation.Rules):
         gpus = [platform for platform in target.platforms if platform in GPUS]
         if gpus and self.traced_without_gpu and not self.is_requested:
             _once(
-                f'a program for {gpus[0]} runs "{self.backend.name}", not the GPU kernels, since '
-                "it was not traced for a GPU. Trace it where a GPU is the default device, or under "
-                "jax.sharding.use_abstract_mesh with a GPU as abstract_device."
+                f'a program for {gpus[0]} runs "{self.implementation.name}", not the GPU kernels, '
+                "since it was not traced for a GPU. Trace it where a GPU is the default device, or "
+                "under jax.sharding.use_abstract_mesh with a GPU as abstract_device."
             )
         if gpus and target.is_export and "pallas_call" in str(jaxpr):
             _once(

@@ -109,7 +109,7 @@ class Partition(NamedTuple):
         if keys is not None:
             local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
         problem = whole.of_part(local)
-        tiles = on_device.backend.tiles_like(on_device.tiles, problem)
+        tiles = on_device.implementation.tiles_like(on_device.tiles, problem)
         results = on_device(problem, tiles, local, *rows)
         if on_device.name != "backward":
             return jax.tree.leaves(results)

@@ -8,7 +8,7 @@ import jax
 # the public functions take no tiles
 from pallas_flash import attention
 from pallas_flash.choose import selection
-from pallas_flash.kernels import hopper
+from pallas_flash.kernels.hopper import tuning
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.transforms import autodiff
 
@@ -62,7 +62,7 @@ def changed(tiles, changes: list[Change]):
 def one_kernel(problem: Problem, implementation: str) -> Any:
     """Tiles of a backward in one kernel, however few keys queries see; NotImplementedError where
     there is none."""
-    found = hopper.tiles(problem, fused=True) if implementation == "hopper" else None
+    found = tuning.tiles(problem, fused=True) if implementation == "hopper" else None
     if found is None or found.fused is None:
         raise NotImplementedError("it has no backward in one kernel")
     return found

@@ -15,7 +15,7 @@ from pallas_flash.choose.selfcheck import small_problems
 from pallas_flash.choose.selfcheck.outcome import Verdict, before_kernels
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem.arguments import Operands, Problem
-from pallas_flash.problem.backend import Backend, Choice
+from pallas_flash.problem.implementation import Choice, Implementation
 from pallas_flash.transforms import autodiff
 
 # rows that are compared as one vector: a single row of a gradient may be zero but for rounding
@@ -91,7 +91,8 @@ class EntryPoint(NamedTuple):
     reference_results: Callable = results  # the same arrays, expected
     widen: Callable = widen  # operands as float32, for the reference
     sizes: dict[str, int] = {}  # of small problems, where SIZES do not fit
-    convert: Callable[[Backend, Problem], Problem] = Backend.converted  # what the kernels run
+    # what the kernels run
+    convert: Callable[[Implementation, Problem], Problem] = Implementation.converted
 
 
 FLASH_ATTENTION = EntryPoint("")
@@ -99,7 +100,7 @@ FORWARD_MODE = EntryPoint("forward mode", tangents, tangents)
 
 
 def check(
-    backend: Backend,
+    implementation: Implementation,
     problem: Problem,
     all_sizes: list[dict[str, int]],
     entry: EntryPoint = FLASH_ATTENTION,
@@ -107,9 +108,9 @@ def check(
     """Compiles the kernels, and the reference in float32, for small problems of these sizes.
     Returns the function that runs and compares them."""
     with before_kernels():
-        tiles = backend.tiles(problem)
+        tiles = implementation.tiles(problem)
         smalls = [small_problems.make(problem, sizes) for sizes in all_sizes]
-        pairs = [_programs(backend, tiles, entry, *small) for small in smalls]
+        pairs = [_programs(implementation, tiles, entry, *small) for small in smalls]
 
     def verdict():
         errors = [_errors(*pair) for pair in pairs]
@@ -127,7 +128,7 @@ def check(
 
 
 def _programs(
-    backend: Backend,
+    implementation: Implementation,
     tiles: Any,
     entry: EntryPoint,
     small: Problem,
@@ -137,14 +138,16 @@ def _programs(
     """The program of the kernels, and that of the reference."""
     wide = dataclasses.replace(small, dtype="float32"), entry.widen(operands)
     return [
-        program(backend, tiles, entry.results, small, operands, cotangents),
+        program(implementation, tiles, entry.results, small, operands, cotangents),
         program(implementations.REFERENCE, None, entry.reference_results, *wide, widen(cotangents)),
     ]
 
 
-def program(backend: Backend, tiles: Any, results: Callable, problem: Problem, *arrays) -> Callable:
+def program(
+    implementation: Implementation, tiles: Any, results: Callable, problem: Problem, *arrays
+) -> Callable:
     """Compiles `results` of these operands and cotangents, by the kernels of these tiles."""
-    choice = Choice(backend, backend.tiles_like(tiles, problem))
+    choice = Choice(implementation, implementation.tiles_like(tiles, problem))
     run = compiled(functools.partial(results, problem, choice), *arrays)
     return functools.partial(run, *arrays)
 

@@ -24,8 +24,8 @@ from pallas_flash.choose.selfcheck.verdicts import Variant
 from pallas_flash.jax_support import hardware, options
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Problem
-from pallas_flash.problem.backend import Backend
 from pallas_flash.problem.call import Call
+from pallas_flash.problem.implementation import Implementation
 
 COMMAND = [sys.executable, "-m", "pallas_flash"]  # runs a case after CASE
 CASE = "--case"
@@ -67,7 +67,7 @@ class Case(NamedTuple):
         selection.first(problem, self.implementation)  # raises where it cannot run
         return problem
 
-    def backend(self) -> Backend:
+    def on_trial(self) -> Implementation:
         return implementations.find(self.implementation)
 
     @property
@@ -79,9 +79,11 @@ class Case(NamedTuple):
     def variant(self) -> Variant:
         """The variant of the case's kernels. Raises NotImplementedError, which says why this
         machine cannot run them."""
-        if self.entry is comparison.FORWARD_MODE and self.backend().tangent is None:
+        problem, tried = self.problem(), self.on_trial()
+        has_tangent = tried.has_tangent(tried.tiles(tried.converted(problem)))
+        if self.entry is comparison.FORWARD_MODE and not has_tangent:
             raise NotImplementedError("blockwise is its forward mode")
-        return verdicts.variant_of(self.backend(), self.problem(), self.entry)
+        return verdicts.variant_of(tried, problem, self.entry)
 
 
 class Finding(NamedTuple):
@@ -119,7 +121,9 @@ def default_names() -> list[str]:
     """The implementations with kernels that this machine runs by default once their self-check has
     passed; if there are none, all that it runs by default."""
     p = _plain()
-    able = [b for b in implementations.BACKENDS if not (b.why_not(p) or b.why_not_by_default(p))]
+    able = [
+        b for b in implementations.IMPLEMENTATIONS if not (b.why_not(p) or b.why_not_by_default(p))
+    ]
     return [b.name for b in able if b.own_kernels] or [b.name for b in able]
 
 
@@ -197,7 +201,7 @@ INTERPRETED = Setting(
 def setting(case: Case) -> Setting:
     if hardware.here().platform == "gpu":
         return ON_GPU
-    return INTERPRETED if case.backend().own_kernels else ON_CPU
+    return INTERPRETED if case.on_trial().own_kernels else ON_CPU
 
 
 def run_case(case: Case, ready: Callable[[], None]) -> Finding:
@@ -210,16 +214,16 @@ def run_case(case: Case, ready: Callable[[], None]) -> Finding:
 
 
 def _measure(case: Case, ready: Callable[[], None]) -> Finding:
-    size, problem, backend = setting(case), case.problem(), case.backend()
+    size, problem, implementation = setting(case), case.problem(), case.on_trial()
     sizes = size.checked or small_problems.all_sizes(problem, **case.entry.sizes)
-    check = comparison.check(backend, problem, sizes, case.entry)
+    check = comparison.check(implementation, problem, sizes, case.entry)
     is_decoding = case.extra == "decoding"
     batch, length, heads = size.timed
     sizes = dict(batch=batch, queries=1 if is_decoding else length, keys=length)
     timed = small_problems.make(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
     results = comparison.forward_results if is_decoding else case.entry.results
     start = time.perf_counter()
-    program = comparison.program(backend, backend.tiles(problem), results, *timed)
+    program = comparison.program(implementation, implementation.tiles(problem), results, *timed)
     compile_ = time.perf_counter() - start
     ready()
     verdict = check()

@@ -17,7 +17,7 @@ from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware, options
 from pallas_flash.problem.arguments import Problem
-from pallas_flash.problem.backend import Backend
+from pallas_flash.problem.implementation import Implementation
 from pallas_flash.tiled import split_kv
 
 LIMIT = 300  # seconds; kernels that run longer hang
@@ -43,7 +43,7 @@ class Right(NamedTuple):
 
 
 def first_right(
-    backend: Backend,
+    implementation: Implementation,
     problems: Iterable[Problem],
     entry: EntryPoint = FLASH_ATTENTION,
     check: bool = True,
@@ -53,8 +53,8 @@ def first_right(
     is what runs where all did. Without `check` nothing runs, and what is not known is right."""
     failed, new, right = {}, {}, None
     for problem in problems:
-        key = _key(backend, problem, entry)
-        verdict, is_new = _verdict(key, backend, problem, entry, check)
+        key = _key(implementation, problem, entry)
+        verdict, is_new = _verdict(key, implementation, problem, entry, check)
         if verdict is None or verdict.why_not is None:
             instead, right = f"{key and key.variant}, which is right", problem
             break
@@ -65,10 +65,12 @@ def first_right(
     return Right(right, failed)
 
 
-def is_known(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> bool:
+def is_known(
+    implementation: Implementation, problem: Problem, entry: EntryPoint = FLASH_ATTENTION
+) -> bool:
     """Whether `first_right` would not run the self-check of this variant."""
-    key = _key(backend, problem, entry)
-    return _verdict(key, backend, problem, entry, check=False)[0] is not None
+    key = _key(implementation, problem, entry)
+    return _verdict(key, implementation, problem, entry, check=False)[0] is not None
 
 
 # ---- what is known of the kernels ----
@@ -104,10 +106,12 @@ _again: dict[Key, float] = {}
 _one_at_a_time = threading.Lock()
 
 
-def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATTENTION) -> Variant:
-    problem = entry.convert(backend, problem)
+def variant_of(
+    implementation: Implementation, problem: Problem, entry: EntryPoint = FLASH_ATTENTION
+) -> Variant:
+    problem = entry.convert(implementation, problem)
     # other entry points have no backward
-    in_any_order = entry is FLASH_ATTENTION and backend.adds_in_any_order(problem)
+    in_any_order = entry is FLASH_ATTENTION and implementation.adds_in_any_order(problem)
     options = {
         "decoding": split_kv.is_decoding(problem),
         "values of keys": small_problems.reads_keys_alone(problem),
@@ -118,17 +122,21 @@ def variant_of(backend: Backend, problem: Problem, entry: EntryPoint = FLASH_ATT
     }
     names = [name for name, has_it in options.items() if has_it]
     scheme = ", ".join(["in any order" if in_any_order else "deterministic", *names])
-    return Variant(backend.name, *small_problems.widths(problem), problem.dtype, scheme)
+    return Variant(implementation.name, *small_problems.widths(problem), problem.dtype, scheme)
 
 
-def _key(backend: Backend, problem: Problem, entry: EntryPoint) -> Key | None:
+def _key(implementation: Implementation, problem: Problem, entry: EntryPoint) -> Key | None:
     """The key of the verdict on kernels; None if they are trusted."""
-    machine = records.machine() if backend.own_kernels and not _trusts() else None
-    return None if machine is None else Key(variant_of(backend, problem, entry), machine)
+    machine = records.machine() if implementation.own_kernels and not _trusts() else None
+    return None if machine is None else Key(variant_of(implementation, problem, entry), machine)
 
 
 def _verdict(
-    key: Key | None, backend: Backend, problem: Problem, entry: EntryPoint, check: bool
+    key: Key | None,
+    implementation: Implementation,
+    problem: Problem,
+    entry: EntryPoint,
+    check: bool,
 ) -> tuple[Verdict | None, bool]:
     """The verdict on kernels, None if it is not known and `check` is False; and whether it has just
     been asked of a self-check or its record."""
@@ -141,7 +149,7 @@ def _verdict(
             _known[key].unknown is not None and time.monotonic() >= _again[key]
         )
         if is_new:
-            verdict = _recorded(*key) or _run_check(backend, problem, entry, *key)
+            verdict = _recorded(*key) or _run_check(implementation, problem, entry, *key)
             peers.agree(*key, verdict)
             _known[key] = verdict
         return _known[key], is_new
@@ -179,7 +187,7 @@ def record(variant: Variant, machine: records.Machine, verdict: Verdict) -> bool
 
 
 def _run_check(
-    backend: Backend,
+    implementation: Implementation,
     problem: Problem,
     entry: EntryPoint,
     variant: Variant,
@@ -189,7 +197,7 @@ def _run_check(
     _announce(variant, machine)
     start = time.monotonic()
     with records.begin(variant, machine):
-        verdict, gpu_is_lost = _check(backend, problem, entry)
+        verdict, gpu_is_lost = _check(implementation, problem, entry)
         is_recorded = record(variant, machine, verdict)
     now = time.monotonic()
     _again[variant, machine] = now + AGAIN * (now - start)
@@ -215,13 +223,15 @@ def _announce(variant: Variant, machine: records.Machine):
         )
 
 
-def _check(backend: Backend, problem: Problem, entry: EntryPoint) -> tuple[Verdict, bool]:
+def _check(
+    implementation: Implementation, problem: Problem, entry: EntryPoint
+) -> tuple[Verdict, bool]:
     """Checks kernels: the verdict, and whether this process can no longer use the GPU."""
     try:
-        problem = entry.convert(backend, problem)
+        problem = entry.convert(implementation, problem)
         sizes = small_problems.all_sizes(problem, **entry.sizes)
         # without a limit: compilers may be slow
-        ready = _in_a_thread(lambda: comparison.check(backend, problem, sizes, entry))
+        ready = _in_a_thread(lambda: comparison.check(implementation, problem, sizes, entry))
         return _in_a_thread(ready, LIMIT), False
     except TimeoutError:
         return outcome.hangs(LIMIT), True
