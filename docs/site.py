@@ -13,8 +13,6 @@ from mkdocs.structure.files import File
 ROOT = pathlib.Path(__file__).parents[1]
 TEXTS = {
     "README.md": "index.md",
-    "pallas_flash/DESIGN.md": "design.md",
-    "pallas_flash/FEATURES.md": "features.md",
     "scripts/results.md": "results.md",
     "pallas_flash/kernels/hopper/NOTES.md": "hopper.md",
     "pallas_flash/kernels/blackwell/NOTES.md": "blackwell.md",
@@ -22,17 +20,13 @@ TEXTS = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-PICTURES = {
-    path.relative_to(ROOT).as_posix(): f"design/{path.name}"
-    for path in (ROOT / "pallas_flash" / "design").glob("*.svg")
-}
 MATHJAX = pathlib.Path(mathjax.__file__).parent / "static" / "mathjax" / "es5"
 CODE = re.compile(r"`[^`\n]+`")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files, config):
-    for source, page in {**TEXTS, **PICTURES}.items():
+    for source, page in TEXTS.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     for path in (MATHJAX / "tex-chtml.js", *MATHJAX.glob("output/chtml/fonts/woff-v2/*")):
         page = f"mathjax/{path.relative_to(MATHJAX).as_posix()}"
@@ -47,7 +41,7 @@ def on_page_markdown(markdown, page, **_):
     def to_page(link):
         mark, text, path, heading = link.groups()
         source = posixpath.normpath(posixpath.join(folder, path))
-        target = {**TEXTS, **PICTURES}.get(source)
+        target = TEXTS.get(source)
         if source.startswith("docs/"):
             target = source.removeprefix("docs/")
         return f"{mark}[{text}]({target}{heading or ''})" if target else text

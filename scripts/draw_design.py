@@ -1,6 +1,6 @@
 """python scripts/draw_design.py [--out DIR]
 
-Draws the pictures of pallas_flash/DESIGN.md: tiles, memory, mma; and those of docs/masks.md: masks,
+Draws the pictures of docs/DESIGN.md: tiles, memory, mma; and those of docs/masks.md: masks,
 alignment, lists. Nothing in them is placed or counted by hand: the tiles are those of
 `create_block_mask`, the bytes come from formulas, the lanes from the layouts of mma in the PTX ISA.
 """
@@ -20,7 +20,7 @@ from pallas_flash import accounting, masks
 from scripts.bench.pictures import Figure, Patch, Rectangle, matplotlib, write
 from scripts.draw_mask import LEGEND, draw_blocks
 
-FOLDER = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design"
+FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "design"
 BLUE, AMBER, GREEN, INK = "#3b76af", "#f0b040", "#5aa469", "#222222"
 
 

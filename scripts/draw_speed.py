@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from scripts.bench.pictures import Figure, Rectangle, matplotlib, write
 from scripts.bench.results import BACKWARD, DETERMINISTIC, FORWARD, Timed, as_text, of_an_h100
 
-PICTURE = pathlib.Path(__file__).parents[1] / "pallas_flash" / "design" / "speed.svg"
+PICTURE = pathlib.Path(__file__).parents[1] / "docs" / "design" / "speed.svg"
 TITLES = {
     FORWARD: "Forward",
     BACKWARD: "Backward",

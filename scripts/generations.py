@@ -27,7 +27,7 @@ from scripts.bench.pictures import Figure, matplotlib, write
 from scripts.bench.report import print_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FIGURE = ROOT / "pallas_flash" / "design" / "generations.svg"
+FIGURE = ROOT / "docs" / "design" / "generations.svg"
 # the paper's GPU, and those that run FlashAttention-3 and FlashAttention-4
 SHOWN = FIRST, SECOND, THIRD = "A100-40GB", "H200", "B200"
 PRINTED = [

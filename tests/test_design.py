@@ -19,7 +19,7 @@ from pallas_flash.problem.arguments import Problem
 from scripts import draw_design
 
 ROOT = pathlib.Path(__file__).parents[1]
-DESIGN = ROOT / "pallas_flash" / "DESIGN.md"
+DESIGN = ROOT / "docs" / "DESIGN.md"
 TEXT = DESIGN.read_text()
 PROSE = re.sub(r"```.*?```|`[^`\n]*`", "", TEXT, flags=re.S)
 LINKS = sorted(set(re.findall(r"\]\(([^)\s]+)\)", PROSE)))
@@ -118,9 +118,9 @@ def test_the_loops_read_what_the_picture_of_the_memory_counts(names, loop, formu
 
 def test_the_pictures_are_shown_and_readme_links_the_text():
     assert {f"design/{name}.svg" for name in PICTURES} <= set(LINKS)
-    assert "(pallas_flash/DESIGN.md)" in (ROOT / "README.md").read_text()
+    assert "(docs/DESIGN.md)" in (ROOT / "README.md").read_text()
     page = (ROOT / "docs/masks.md").read_text()
-    assert all(f"(../pallas_flash/design/{name}.svg)" in page for name in OF_MASKS)
+    assert all(f"(design/{name}.svg)" in page for name in OF_MASKS)
 
 
 def test_inline_formulas_hold_nothing_that_github_takes_for_markdown():

@@ -37,7 +37,7 @@ from pallas_flash.accounting import GPUS
 from pallas_flash.choose import implementations
 from scripts.bench.gpu_code import as_if_on
 
-FILE = pathlib.Path(__file__).resolve().parents[1] / "pallas_flash" / "FEATURES.md"
+FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "FEATURES.md"
 RUN_HERE = ("triton", "blockwise", "reference", "flash1", "standard")
 YES, ACCEPTED = "yes", "accepted"
 TEXT = """# What works with what
