@@ -175,8 +175,8 @@ def flash_attention(
     the lengths, or behind the last sequence of a `masks.Varlen`. These, their tangents and their
     cotangents may be NaN; keys that only a mask array, a rule or a bias of -inf hides may not.
 
-    First and second derivatives are there in every mode, and "reference" has those of any order
-    (docs/derivatives.md). With a context there is the gradient alone.
+    First and second derivatives are there in every mode, and "reference" has derivatives of
+    any order (docs/derivatives.md). With a context there is the gradient alone.
 
     Arrays are dynamic: they may be traced, and new values need no recompilation. Flags, names,
     windows, the soft cap, and Python and NumPy scalars are static.
@@ -226,7 +226,7 @@ def flash_attention(
         nearest 256th, and to 1/256 at least: 0.1 is 26/256 = 0.1016. The log-sum-exp is that of the
         softmax before dropout.
       dropout_rng: a key of `jax.random`, typed or raw, which may be traced; needed where
-        dropout_rate is above 0. The kept weights are those of `pallas_flash.dropout_mask`: they
+        dropout_rate is above 0. `pallas_flash.dropout_mask` shows the kept weights: they
         depend only on this key, batch row, head, query and key, so they are the same in every
         implementation and on any mesh. Inside jax.shard_map each device counts its batch rows and
         heads from 0: fold jax.lax.axis_index into the key. `pallas_flash.dropout.Shared(key)` has
@@ -258,7 +258,7 @@ def flash_attention(
 
     Returns:
       The output [*B, T, N, Hv] in the query's dtype. With return_residual or return_max_logits, a
-      tuple: the output, then lse, then the largest logits, those of the two that are requested.
+      tuple: the output, then lse, then the largest logits, each where it is requested.
 
     Raises:
       TypeError: an unsupported type or dtype.

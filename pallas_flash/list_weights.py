@@ -42,9 +42,9 @@ def listed_weights(
     that share a list: what the indexer of DeepSeek's sparse attention is trained on
     (arXiv:2512.02556, equation 4). O(T n) work and memory, in plain JAX.
 
-    No gradient flows through them: to the indexer they are constants. They are not normalised. As a
-    distribution over the keys of a list they are divided by their sum, which is the number of heads
-    where lse is of these keys alone, and less where other keys or a sink share the softmax.
+    No gradient flows through them: to the indexer they are constants. They are not normalised:
+    divided by their sum they are a distribution over the keys of a list. The sum is the number of
+    heads where lse is of these keys alone, and less where other keys or a sink share the softmax.
 
     Args:
       query, key: as in `flash_attention`.

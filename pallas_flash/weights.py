@@ -42,7 +42,7 @@ def attention_weights(
       query, key, bias, mask: as in `flash_attention`, of all queries.
       rows: the numbers of the queries, from 0 to T - 1; an array may be traced, and is then not
         checked.
-      **options: the other arguments of `flash_attention`. The weights are those before dropout;
+      **options: the other arguments of `flash_attention`. They are the weights before dropout;
         dropout_rate, dropout_rng, deterministic and implementation change nothing.
 
     Returns:

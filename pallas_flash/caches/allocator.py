@@ -35,8 +35,8 @@ def pool_size(cache: PagedCache) -> tuple[int, int]:
 
 def on_each_device(cache: PagedCache, arrays: dict) -> tuple[PagedCache, dict, Callable]:
     """The cache, the arrays, and a function of a new cache. On a mesh with explicit axes the
-    numbers of both are whole on each device, and the function shards those of the new cache as
-    before."""
+    numbers of both are whole on each device, and the function shards the numbers of the new cache
+    as before."""
     mesh = sharding.find_explicit(sharding.collect_meshes(jax.tree.leaves((cache, arrays))))
     if mesh is None:
         return cache, arrays, lambda new: new
@@ -146,8 +146,8 @@ def append_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[No
 
 
 def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
-    """Appends `count` [B] tokens to each row. Those of key and value have the indices `row`, and
-    among the new tokens of a row `token`; those that are not real are left out."""
+    """Appends `count` [B] tokens to each row. A token of key and value is of row `row`, at `token`
+    among the row's new tokens; one that is not real is left out."""
     (P, page), pages, start = pool_size(cache), cache.page_table.shape[1], cache.lengths
     cache = reserve(cache, tokens=count)
     fitting = jnp.minimum(count, cache.room - start)

@@ -17,11 +17,11 @@ def attend(
     problem: Problem, pages: Pages, implementation: PageReader, x: Operands, numbers, scales
 ):
     """o and the SoftmaxState by an implementation that reads pages: `x` has them as keys and
-    values, `numbers` [B, pages] are those of each batch row. Scales are None where there are
-    none."""
+    values, `numbers` [B, pages] has the pages of each batch row. Scales are None where there
+    are none."""
     tiles = implementation.page_tiles(problem, pages)
     table = PageTable(numbers, pages.page, pages.layout)
-    scales = (*scales, scales[0])[:2]  # those of keys, where these are the values
+    scales = (*scales, scales[0])[:2]  # the keys' scales, where keys are the values
     x = x.with_values(problem)
     with jax.named_scope(problem.scope):
         return implementation.forward_from_pages(problem, tiles, x, table, scales)

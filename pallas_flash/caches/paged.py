@@ -25,7 +25,7 @@ PAGE = 8  # a page is a multiple of so many keys
 
 
 class Options(TypedDict, total=False):
-    """For type checkers: the arguments of `paged_attention` by name, without those that tell its
+    """For type checkers: the arguments of `paged_attention` by name, except what tells its
     overloads apart."""
 
     query_seq_lengths: Int[AnyArray, "B"] | None
@@ -172,8 +172,8 @@ def paged_attention(
       k_pages: [P, page, K, H], where page is a multiple of 8.
       v_pages: [P, page, K, Hv]; or None, with value_size.
       page_table: int32 [B, pages of a row].
-      lengths: int32 [B], how many keys each row has, those of its new tokens included; at most
-        those of its pages. Keys of a page beyond them may be NaN.
+      lengths: int32 [B], how many keys each row has, its new tokens' included; at most as many
+        as its pages hold. Keys of a page beyond them may be NaN.
       query_seq_lengths: int32 [B]: how many of the T queries of each row, from the first on, are
         real; all by default. The others get 0.
       query_offset: int32 [B], the position of each row's first query. By default the real queries
@@ -196,11 +196,11 @@ def paged_attention(
         scales, as in `flash_attention`.
       implementation: as in `flash_attention`; "triton" and "blockwise" read any pages where they
         lie, keys or values alone in 8 bits too. "hopper", "blackwell" and "ampere" do if pages are
-        of 8, 16, 32, or a multiple of 64 keys, keys and values alike in 8 bits or not, and H and Hv
-        multiples of 16 up to 128, of 32 up to 256, of 64 above, in 8 bits of 32 at least. Below
-        compute capability 9.0, pages of 8 keys need multiples of 64, and pages of 16 keys of 32; in
-        8 bits 128 and 64, and 64 for Hv above 128. `explain_paged` says what runs. "reference",
-        "flash1" and "standard" always copy pages.
+        of 8, 16, 32, or a multiple of 64 keys, keys and values alike in 8 bits or not. For this H
+        and Hv must be multiples of 16 up to 128, of 32 up to 256, of 64 above, in 8 bits of 32 at
+        least. Below compute capability 9.0, pages of 8 keys need multiples of 64, and pages of 16
+        keys of 32; in 8 bits 128 and 64, and 64 for Hv above 128. `explain_paged` says what runs.
+        "reference", "flash1" and "standard" always copy pages.
 
     Returns:
       The output [B, T, N, Hv] in the query's dtype; with return_residual or return_max_logits, a

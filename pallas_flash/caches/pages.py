@@ -65,7 +65,7 @@ class PagedCache(NamedTuple):
     @unexpected.refused
     def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> Shortage:
         """What an append of `tokens` more tokens to each row would lack, (pages, tokens): pages,
-        int32 [], that would have to be free besides those that are; and tokens, int32 [B], of each
+        int32 [], that would have to be free besides the free ones; and tokens, int32 [B], of each
         row that would be beyond max_length, or follow lost ones. If all are 0, it fits."""
         tokens = jnp.asarray(self._by_row("tokens", tokens))
         cache, arrays, _ = allocator.on_each_device(self, dict(tokens=tokens))
@@ -205,7 +205,7 @@ class PagedCache(NamedTuple):
         count = jnp.where(self.append_length == T, self.appended, T)
         if checks.flag("is_causal", options.get("is_causal", True)):
             return dict(query_seq_lengths=count)
-        # all may be real, as those of a decoder to an encoder's keys
+        # all may be real, as a decoder's queries to an encoder's keys
         return dict(query_offset=self.lengths - count)
 
     def _check_room(self, name: str, tokens):

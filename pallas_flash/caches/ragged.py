@@ -91,6 +91,6 @@ class Tiles(NamedTuple):
         )
 
     def tokens(self, x, empty):
-        """The tokens [tokens, ..] of x [tiles, size, ..]; `empty` for those of no row."""
+        """The tokens [tokens, ..] of x [tiles, size, ..]; `empty` for tokens of no row."""
         by_token = x[jnp.clip(self.tile, 0, len(x) - 1), jnp.clip(self.slot, 0, x.shape[1] - 1)]
         return jnp.where(self.is_real.reshape(-1, *(1,) * (x.ndim - 2)), by_token, empty)

@@ -94,7 +94,7 @@ def _named(call: PagedCall, shape: tuple[int, int], page: int) -> np.ndarray:
     (B, pages), block = shape, call.mask.block
     indices = np.asarray(call.mask.indices, np.int64)  # [B | 1, T, L, n]
     row = np.arange(B)[:, None, None, None]
-    if call.cu_seqlens_q is not None:  # tokens of no row are those of row -1, or B
+    if call.cu_seqlens_q is not None:  # tokens of no row get row -1, or B
         ends = np.asarray(call.cu_seqlens_q)
         row = np.searchsorted(ends, np.arange(indices.shape[1]), side="right")[:, None, None] - 1
     number = (indices[..., None] * block + np.arange(block)) // page

@@ -84,7 +84,7 @@ NEEDLESS: dict[str, str] = {
         "q_descale k_descale v_descale descale_q descale_k descale_v fp8_params".split(), DEQUANTISE
     ),
 }
-# Those that Flax's modules give every attention_fn.
+# What Flax's modules give every attention_fn.
 FLAX = {
     "attn_weights_value_einsum",
     "broadcast_dropout",

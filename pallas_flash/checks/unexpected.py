@@ -1,4 +1,4 @@
-"""What a call is told whose arguments are not those of the callable: which one was meant, which are
+"""What a call is told whose arguments do not fit the callable: which one was meant, which are
 missing, or which need their names."""
 
 import difflib

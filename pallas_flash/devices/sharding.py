@@ -149,7 +149,7 @@ _program_once = functools.lru_cache(_program)  # else a call outside of jit comp
 
 
 def has_explicit_axes(x) -> bool:
-    """Whether an array inside of `map_call` still is on a mesh with Explicit axes: those that a
+    """Whether an array inside of `map_call` still is on a mesh with Explicit axes: axes that a
     vmap outside maps."""
     return bool(jax.typeof(x).sharding.mesh.explicit_axes)
 
@@ -195,7 +195,7 @@ def _check(name, x, rows, mesh):
 
 def _find_mesh_axes(arrays, call, mesh, rows) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else
-    those of another array."""
+    another array's."""
     lead = arrays["query",].ndim - 3
     axes = [None] * (lead + 1)
     K = arrays["key",] if ("key",) in arrays else arrays["k_pages",]

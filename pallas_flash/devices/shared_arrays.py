@@ -103,8 +103,8 @@ def with_arrays(call: Call, arrays: dict[tuple, Any]) -> Call:
 
 
 def _replaced(rule, name: str | int, x):
-    """A leaf of a mask, or a score_mod, with another array in a field, or at a number among those
-    that it captures."""
+    """A leaf of a mask, or a score_mod, with another array in a field, or at a number among the
+    arrays that it captures."""
     if isinstance(name, str):
         return dataclasses.replace(rule, **{name: x})
     return dataclasses.replace(rule, arrays=(*rule.arrays[:name], x, *rule.arrays[name + 1 :]))
@@ -162,7 +162,7 @@ def with_indices(operands: arguments.Operands, **indices: jax.Array) -> argument
 
 def rows_axes(axes: arguments.Operands, rows: tuple) -> tuple:
     """The axes of what a pass takes beside the operands: a tangent has the axes of its primal,
-    other arrays those of `row_axes`."""
+    other arrays have `row_axes`."""
     is_none = lambda x: x is None
 
     def axes_of(x):

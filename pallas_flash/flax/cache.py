@@ -84,7 +84,7 @@ def attend(
     cache: Cache, query, key, value, left: int | None, mask, lengths, options: dict[str, Any]
 ):
     """The attention of T new tokens, of which the first `lengths` [B] are real (None: all), and the
-    cache with these. Tokens without room get NaN. `options` are those of flash_attention; a query
+    cache with these. Tokens without room get NaN. `options` are flash_attention's; a query
     sees `left` tokens before its own (None: all)."""
     T, start = query.shape[1], cache.lengths
     count = jnp.full_like(start, T) if lengths is None else _count(lengths, start, T)
@@ -180,8 +180,8 @@ def _attend_slots(
     count,
     **arrays,
 ):
-    """Attention to a cache whose slots serve as pages. Those of a RollingCache are a ring: the
-    table of a row begins with the page of the oldest token in sight."""
+    """Attention to a cache whose slots serve as pages. The slots of a RollingCache are a ring:
+    the table of a row begins with the page of the oldest token in sight."""
     is_ring, (B, S) = isinstance(cache, RollingCache), cache.key.shape[:2]
     pages, start, options = S // PAGE, cache.lengths, dict(options) | arrays
     row, token, page = (jnp.arange(n, dtype=jnp.int32) for n in (B, query.shape[1], pages))

@@ -19,7 +19,7 @@ from pallas_flash.masks import Mask
 from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
 
 
-# every parameter has a name: linen passes on only those that it finds in the signature
+# every parameter has a name: linen passes on only what it finds in the signature
 @unexpected.refused
 def attention_fn(
     query: Shaped[AnyArray, "*B T N H"],
@@ -61,8 +61,7 @@ def attention_fn(
         an object of `pallas_flash.masks`.
       dropout_rate, deterministic: dropout is on when the rate is above 0 and deterministic is
         False.
-      dropout_rng, dropout_rate: as in `flash_attention`. The weights that stay are not those of
-        Flax.
+      dropout_rng, dropout_rate: as in `flash_attention`. Flax keeps other weights.
       broadcast_dropout: True, Flax's default: one mask for all batch rows and heads,
         `dropout_mask(dropout_rng, dropout_rate, (T, S))`. False: each has its own, as in
         `flash_attention`.

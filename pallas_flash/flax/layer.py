@@ -53,7 +53,7 @@ class FlashAttention(nnx.Module):
         [B or 1, T], which returns them rotated. Define it once, outside of the step.
       qk_norm: RMSNorm over the head, with a learned scale, on queries and keys, before RoPE
         (arXiv:2302.05442, there LayerNorm).
-      is_causal: a token sees itself and those before it.
+      is_causal: a token sees itself and earlier tokens.
       scale: as in `flash_attention`, a number or an array; H^-0.5 by default. For Gemma 2 and 3 it
         is query_pre_attn_scalar^-0.5. An nnx.Param learns; another array is state that does not.
       local_window_size, logits_soft_cap, implementation: as in `flash_attention`.
@@ -204,7 +204,7 @@ class FlashAttention(nnx.Module):
           mask: as in `attention_fn`, joined with is_causal and the rest. With a cache, its S axis
             counts the cache's slots; a PagedCache takes a masks.KeyLists alone, a RollingCache
             none.
-          segment_ids: int32 [B, T], for packed documents: tokens see those with their own id.
+          segment_ids: int32 [B, T], for packed documents: tokens see tokens of their own id.
             RoPE's positions count on from document to document, which changes nothing, since only
             differences within a document matter. Cannot go with a cache, nor with inputs_k, for
             which masks.Documents takes the ids of both.
@@ -215,7 +215,7 @@ class FlashAttention(nnx.Module):
           positions: int32 [B, T] or [1, T], for RoPE alone; by default they count on, with a cache
             from its length. Masks and windows go by the order of the tokens.
           cache: from `init_cache`, `init_rolling_cache` or `pallas_flash.paged_cache`, or from the
-            call before. The new tokens are added to it; those of row b are at the positions
+            call before. The new tokens are added to it; in row b they are at the positions
             lengths[b], lengths[b] + 1, ...
           rngs: for dropout, nnx.Rngs, a stream of them or a key; by default the stream that the
             layer keeps.

@@ -47,7 +47,7 @@ class Window(Mask):
     A side is a static int, or an int32 array: [] for all batch rows, or [B]. Arrays may be traced,
     so that one body of jax.lax.scan has local layers and global ones, whose side is S or more.
     Blocks out of sight are skipped in both forms; with ints they are known when the call is
-    compiled. Values below 0 raise; those that are traced cannot, and hide the query's own key.
+    compiled. Values below 0 raise; traced ones cannot, and hide the query's own key.
 
     Examples:
       >>> from pallas_flash import masks
@@ -143,8 +143,8 @@ def Causal() -> Window:
 @unexpected.refused
 @pytrees.dataclass
 class Chunked(Mask):
-    """A query sees the keys of its own chunk of `size` positions; with Causal() those up to its own
-    position.
+    """A query sees the keys of its own chunk of `size` positions; with Causal() the keys up to its
+    own position.
 
     Examples:
       >>> from pallas_flash import masks
@@ -243,8 +243,8 @@ class QueryLengths(Mask):
 @unexpected.refused
 @pytrees.dataclass
 class PrefixLM(Mask):
-    """Every query sees the first prefix[b] keys, and those up to its own position; prefix is int32
-    [B].
+    """Every query sees the first prefix[b] keys, and the keys up to its own position; prefix is
+    int32 [B].
 
     Examples:
       >>> from pallas_flash import masks

@@ -128,7 +128,7 @@ def draw(
     not. Batch rows and heads that differ stand side by side.
 
     With `block` each character is a block of so many queries and keys: 1 if it is full, / partial,
-    a dot if it is empty. Arguments and errors are those of `create_block_mask`; besides, a drawing
+    a dot if it is empty. Arguments and errors are as for `create_block_mask`; besides, a drawing
     of more than 2^20 characters raises, and one under jax.jit.
 
     Examples:

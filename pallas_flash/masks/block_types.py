@@ -88,8 +88,8 @@ def merge(types, axis):
 
 
 def resize(types, block: int, queries: int, keys: int, block_q: int, block_k: int):
-    """Converts types of blocks of `block` queries and keys to those of block_q by block_k: partial
-    where the given types do not tell."""
+    """Converts types of blocks of `block` queries and keys to types of blocks of block_q by
+    block_k: partial where the given types do not tell."""
     for axis, length, size in ((2, queries, block_q), (3, keys, block_k)):
         types = resize_axis(types, axis, block, -(-length // size), size)
     return types

@@ -1,5 +1,5 @@
 """Lists of blocks as a table, which a mask_mod reads, and the types of blocks, by which kernels
-skip those that no list names."""
+skip blocks that no list names."""
 
 import dataclasses
 import functools

@@ -23,8 +23,8 @@ from pallas_flash.mods.traced import TracedMod
 
 
 class Mask:
-    """Which keys each query may see: `a & b` shows the keys that both show, `a | b` those that at
-    least one shows, `~a` those that a hides. Lengths within | or ~ mask as any rule does: NaN
+    """Which keys each query may see: `a & b` shows the keys that both show, `a | b` the keys that
+    at least one shows, `~a` the keys that a hides. Lengths within | or ~ mask as any rule does: NaN
     behind them may reach the output.
 
     For a mask of your own take `MaskMod`, or a subclass that defines `interval`: which blocks to
@@ -240,7 +240,7 @@ class MaskMod(Mask):
     function: Any  # as given, then a TracedMod
     name: str | None = dataclasses.field(default=None, compare=False)
     _: dataclasses.KW_ONLY
-    arrays: tuple | None = None  # those that it closes over
+    arrays: tuple | None = None  # captured by the function
     batch: Any = None  # indices of the batch rows and heads, None: all
     head: Any = None
     ARRAYS = {"batch": "B", "head": "N"}
@@ -355,7 +355,7 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
 
 def split(masks: list[Mask]) -> tuple[list[Mask], list[Mask]]:
     """The masks that one ResolvedMask holds as intervals, and the masks that become its mask_mod:
-    those that are no intervals, and document ids after the first."""
+    masks that are no intervals, and document ids after the first."""
     intervals, others = [], []
     for mask in masks:
         is_held = mask.is_interval and not (mask.has_ids and any(x.has_ids for x in intervals))
@@ -382,7 +382,7 @@ def _leaves(mask: Mask | None, of: type) -> list[Mask]:
 
 
 def with_leaves(mask: Mask | None, new: Iterator[Mask]) -> Mask | None:
-    """The mask with those of `new` in place of its leaves, in order."""
+    """The mask with the masks of `new` in place of its leaves, in order."""
     if mask is None:
         return None
     if not isinstance(mask, Joined):

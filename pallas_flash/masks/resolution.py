@@ -103,7 +103,7 @@ def _resolve(masks: list[Mask], rows: QueryRows, keys: int) -> ResolvedMask:
 def split_lists(mods: list[Mask]) -> tuple[list[KeyLists], list[Mask]]:
     """The lists whose keys may be gathered, and the masks that become a mask_mod beside them."""
     lists = [mask for mask in mods if isinstance(mask, KeyLists)]
-    # those without a table cannot be in a mask_mod
+    # lists without a table cannot be in a mask_mod
     lists = [mask for mask in lists if not mask.has_table] or lists[:1]
     sizes = sorted({(mask.block, mask.query_block) for mask in lists})
     if len(sizes) > 1:
@@ -121,7 +121,7 @@ def _with_tables(mask: Mask, keys: int) -> Mask:
 
 
 def _least(a: int | None, b: IntLike | None) -> int | None:
-    """The smaller of those that are ints."""
+    """The smallest int of the two, if there is one."""
     return min((x for x in (a, b) if isinstance(x, int)), default=None)
 
 

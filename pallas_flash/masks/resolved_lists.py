@@ -52,7 +52,7 @@ class ResolvedLists:
         """The entries that `other`, lists of the same blocks, has too."""
         lists, known = self.entries, jnp.sort(lax.optimization_barrier(other.entries), axis=-1)
         heads = max(lists.shape[1], known.shape[1])
-        # lists of a key/value head are those of its query heads
+        # query heads have the lists of their key/value head
         lists, known = (jnp.repeat(x, heads // x.shape[1], axis=1) for x in (lists, known))
         shape = jnp.broadcast_shapes(lists.shape[:3], known.shape[:3])
         lists, known = (jnp.broadcast_to(x, (*shape, x.shape[-1])) for x in (lists, known))
@@ -63,7 +63,7 @@ class ResolvedLists:
 
     def table(self, rows=None):
         """Whether each list names each block of keys: bool [B | 1, L, lists, blocks], of all lists
-        or of those of query rows [rows]."""
+        or of the lists of query rows [rows]."""
         x = self.entries if rows is None else self.entries[:, :, rows // self.query_block]
         return self._name_blocks(x)
 

@@ -81,8 +81,8 @@ class BoundMod:
         )
 
     def read_captured(self, read: Callable, *indices: IntLike) -> list[tuple[tuple, jax.Array]]:
-        """The index and the values `read(array, index)` of each read. They have the shapes of those
-        of the `indices` b, h, q_idx and kv_idx that the index depends on."""
+        """The index and the values `read(array, index)` of each read. They have the shape of
+        the `indices`, of b, h, q_idx and kv_idx, that the index depends on."""
         captured = []
         for at in self.mod.reads:
             used = [x if n in at.depends_on else 0 for n, x in enumerate(indices)]

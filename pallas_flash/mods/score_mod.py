@@ -19,7 +19,7 @@ SIGNATURE = "score_mod(score, b, h, q_idx, kv_idx)"
 
 @pytrees.dataclass(static=("mod",))
 class BoundScoreMod(BoundMod):
-    """The score_mod of a call. The first of its `arrays` are its tables: those that may have a
+    """The score_mod of a call. The first of its `arrays` are its tables, which may have a
     derivative."""
 
     @classmethod

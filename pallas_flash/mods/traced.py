@@ -88,8 +88,8 @@ class TracedMod:
         return self._with_arrays(indices, *new)
 
     def _with_arrays(self, indices: Callable, *new: jax.ShapeDtypeStruct) -> "TracedMod":
-        """This mod, evaluated for the b, h, q_idx and kv_idx that indices(*new, *those given)
-        returns."""
+        """This mod, evaluated for the b, h, q_idx and kv_idx that indices(*new, b, h, q_idx,
+        kv_idx) returns."""
 
         def moved(arrays, new, b, h, q, k, *score):
             return self(arrays, *indices(*new, b, h, q, k), *score)
@@ -138,7 +138,7 @@ def _load(program: bytes, *args) -> TracedMod:
 
 
 def primitives(jaxpr) -> set[str]:
-    """The names of the primitives of a program, those of loops too; fmod is rem of floats, and a
+    """The names of the primitives of a program and its loops; fmod is rem of floats, and a
     scan's name says how it runs."""
     return set(_operations(jaxpr))
 
