@@ -96,7 +96,7 @@ class KeyLists(Mask):
         return dataclasses.replace(self, indices=x, heads=heads)
 
     def with_letter(self, heads: int, kv_heads: int) -> "KeyLists":
-        """These lists with the letter of L, by which devices share them."""
+        """Sets the letter (C, K or N) by which a mesh shards the lists."""
         letters = {kv_heads: "K", heads: "N"}
         return dataclasses.replace(self, heads_letter=letters.get(self.indices.shape[-2], "C"))
 

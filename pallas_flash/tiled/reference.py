@@ -42,7 +42,7 @@ def _attend(p: Problem, x: Operands):
 
 def weights(p: Problem, x: Operands, row):
     """The softmax [B, N, rows, S] of the queries with the indices `row`; x.query, x.bias and x.mask
-    are those of these queries."""
+    are of these queries alone."""
     return _softmax(p, x, _visible(p, x, row), row)[0]
 
 

@@ -22,7 +22,7 @@ from pallas_flash.masks.resolved_mask import ResolvedMask
 
 class Blocks(NamedTuple):
     """Blocks in the order of a loop: index(t) is the number of the block at position t, for t in
-    [first, last). Those in [full_first, full_last) need no mask."""
+    [first, last). Blocks at [full_first, full_last) need no mask."""
 
     first: IntLike
     full_first: IntLike
@@ -89,7 +89,7 @@ class Blocks(NamedTuple):
         return Blocks(first, full_first, full_last, self.last, self.index)
 
     def visit(self, step, carry, masked_first: bool = False):
-        """carry = step(position, carry, masked=...) over all blocks, in order, or those that need
+        """carry = step(position, carry, masked=...) over all blocks, in order, or blocks that need
         their mask before the others."""
         masked, full = (functools.partial(_step, step, m) for m in (True, False))
         carry = loop(self.first, self.full_first, masked, carry)
@@ -149,9 +149,9 @@ def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, siz
 
 
 def known_keys(resolved_mask: ResolvedMask, first: IntLike, last: IntLike) -> Blocks:
-    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
-    one key. The mask has no data by row: the interval of a row begins and ends no earlier than that
-    of the row before, up to `query_stop`, of one batch row."""
+    """The keys that the rows from `first` to `last` may see, and the keys that each sees, as blocks
+    of one key. The mask has no data by row: the interval of a row begins and ends no earlier than
+    that of the row before, up to `query_stop`, of one batch row."""
     end = resolved_mask.query_stop
     last_seeing = last if end is None else between(end - 1, first, last)
     (start, whole_stop), (whole_start, stop) = map(resolved_mask.interval, (first, last_seeing))
@@ -168,8 +168,8 @@ def key_ranges(resolved_mask: ResolvedMask, queries: int, block_q: int) -> list[
 
 
 def key_range(resolved_mask: ResolvedMask, first: int, last: int) -> Blocks:
-    """The keys that the rows from `first` to `last` may see, and those that each sees, as blocks of
-    one key, by the static part of the mask."""
+    """The keys that the rows from `first` to `last` may see, and the keys that each sees, as blocks
+    of one key, by the static part of the mask."""
     known = without_data(resolved_mask)
     (start, whole_start), (whole_stop, stop) = zip(*map(known.interval, (first, last)), strict=True)
     return Blocks(start, whole_start, whole_stop, max(start, stop))
@@ -288,10 +288,10 @@ def _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask=No
 
 
 def block_lists(block_types, least: int = 0) -> jax.Array:
-    """The lists of blocks that tiles visit, from block types [.., tiles, blocks]: how many blocks
-    are to be masked, how many to be visited, and their numbers, the partial ones first, then the
-    full ones; if these are fewer than `least`, then empty ones, which are masked. int32 [.., tiles,
-    2 + blocks]"""
+    """The lists of blocks that tiles visit, int32 [.., tiles, 2 + blocks], from block types
+    [.., tiles, blocks]. A list says how many blocks are masked and how many are visited, then their
+    numbers: partial blocks, then full ones. If these are fewer than `least`, empty ones follow,
+    which are masked."""
     if not isinstance(block_types, np.ndarray):
         return _block_lists(block_types, least)
     known = _eval_at_trace_time(_block_lists, block_types, least)

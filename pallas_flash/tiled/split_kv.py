@@ -51,13 +51,13 @@ def why_not(problem: Problem) -> str | None:
 
 def max_rows(head_size: int, values_are_keys: bool) -> int:
     """Most rows T N / K: one tile of 64, or eight for the wide latents of MLA, which no other
-    kernel takes: those of four new tokens of 128 heads."""
+    kernel takes: the rows of four new tokens of 128 heads."""
     return 8 * MAX_ROWS if values_are_keys and head_size > WIDE else MAX_ROWS
 
 
 def max_ragged_rows(head_size: int, values_are_keys: bool) -> int:
     """Most rows of a tile of ragged tokens, whose missing tokens cost as much as real ones: for
-    latents those of one token of 128 heads."""
+    latents the rows of one token of 128 heads."""
     return min(2 * MAX_ROWS, max_rows(head_size, values_are_keys))
 
 

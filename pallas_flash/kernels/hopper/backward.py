@@ -15,8 +15,7 @@ from pallas_flash.problem.arguments import Gradients, Operands, Problem
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
-    """The gradients of q, k and v; those of a bias and of what a score_mod reads have kernels of
-    their own."""
+    """The gradients of q, k and v; a bias and what a score_mod reads have kernels of their own."""
     gradients = {}
     if tiles.dq is not None:
         gradients["dq"], delta = backward_dq.dq(problem, tiles.dq, x, lse, do, delta)

@@ -60,7 +60,7 @@ class Memory(NamedTuple):
     # [2, block_k, block_q], transposed, as dp and ds; None but where the consumers split the
     # columns of dv
     p: Any
-    dp: Any  # [block_k, block_q], dP - delta; None but where they split those of dk
+    dp: Any  # [block_k, block_q], dP - delta; None but where they split dk
     ds: Any  # the same there, and in the fused scheme [2, block_k, block_q]; else None
     dq: Any  # [warpgroups, 64, a slice of the columns] float32, or None
     kv_full: Any

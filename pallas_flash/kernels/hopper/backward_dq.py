@@ -127,7 +127,7 @@ class Consumer(QueryConsumer):
         return opaque(0) if self.tiles.split else self.wg
 
     def share(self, size: int) -> pl.Slice:
-        """The consumer's slice of an axis that those that own the same queries divide."""
+        """The consumer's slice of an axis that consumers of the same queries divide."""
         size //= self.tiles.column_slices
         return pl.ds(pl.multiple_of(self.wg * size, size) if self.tiles.split else 0, size)
 

@@ -92,7 +92,7 @@ class Memory(NamedTuple):
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
-    """The tangents of o and lse, but for what those of the arrays of a score_mod add."""
+    """The tangents of o and lse, but for what the tangents of a score_mod's arrays add."""
     p, t = problem, tiles.tangent
     tangents = tuple(a is not None for a in dx[:3])
     inputs = _inputs(p, t, x, dx, rows, o, dlse)
@@ -232,7 +232,7 @@ class QueryTile(NamedTuple):
         return self.rounded(tile.with_accumulators(body, self.shape, self.shape))
 
     def step(self, t: IntLike, carry, masked: bool):
-        """dO += (P dS) V + P dV of the block before, under which those of block t are computed."""
+        """dO += (P dS) V + P dV of the block before, under which block t's weights are computed."""
         do, before = carry
 
         def under_the_products(do_acc, *accumulators):

@@ -128,7 +128,7 @@ def subtile_blocks(dtype, stages: int, rows: int, width: int, swizzle: int):
 
 def add_out(x, smem, target):
     """Adds x to global memory by way of `smem`, in whatever order, asynchronously. A copy takes all
-    of `smem`: columns beyond those of x hang over the end of the array."""
+    of `smem`: columns beyond x hang over the end of the array."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copy before has left smem
     columns = smem if x.shape == smem.shape else smem.at[:, : x.shape[1]]
     columns[...] = x

@@ -10,10 +10,10 @@ ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 
 
 class Tiles(NamedTuple):
-    """A kernel that owns queries: `warpgroups` x 64 of them by `block_k` keys, with `stages` blocks
-    of keys and `value_stages` blocks of values in shared memory; or, if `split`, 64 for two
-    warpgroups, of which each owns half of the columns of the output or of dQ; the first computes P,
-    or both compute dS."""
+    """A kernel that owns queries: `warpgroups` x 64 of them, by `block_k` keys at a time. Shared
+    memory has `stages` blocks of keys and `value_stages` blocks of values. If `split`, two
+    warpgroups own the same 64 queries, each half of the columns of the output or of dQ; the first
+    computes P, or both compute dS."""
 
     # of queries and keys in shared memory, with zeros in the columns that heads do not have
     width: int
@@ -62,7 +62,7 @@ class Tiles(NamedTuple):
 class KeyTiles(NamedTuple):
     """A kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`; or,
     if `split`, by 64 keys for both: one computes P and dS, the other dP, and each owns half of the
-    columns of dK and dV. Half of 192 columns are 128, of which some are both's."""
+    columns of dK and dV. Of 192 columns each consumer owns 128, so 64 are computed twice."""
 
     width: int
     value_width: int
@@ -75,8 +75,8 @@ class KeyTiles(NamedTuple):
     swizzle: int = SWIZZLES[0]  # at most
     sums: tuple[Literal["dk", "dv"], ...] = ("dk", "dv")  # what the kernel computes
     fused: bool = False  # the kernel adds to dq too
-    # into so many parts the heads that share keys are split: each has a program for a tile of keys,
-    # and they add up dk and dv in float32, as all do dq; fused alone
+    # how many programs share a tile of keys, each for part of the query heads; they add dk and dv
+    # in float32. Fused kernel only
     group_parts: int = 1
     # whether the producer adds dq, under its loads, or each consumer; fused alone. Of programs with
     # several heads ptxas serializes the products then
@@ -132,7 +132,7 @@ def _describe(t: Tiles | KeyTiles) -> str:
 
 class AllTiles(NamedTuple):
     """The kernels of a problem: its backward in two kernels or three, or in one that adds in any
-    order. None for those that do not run, or do not know heads so wide."""
+    order. None for a kernel that does not run, or does not know heads so wide."""
 
     forward: Tiles | None
     dq: Tiles | None

@@ -46,7 +46,7 @@ def _tiles(p: Problem, fused: bool, processors: int) -> AllTiles:
 
 def _row(table, p: Problem, memory, slices: Callable = lambda row: (1, 1)):
     """The cheapest row that holds the problem's heads, as narrow as they are, and whose `memory`
-    fits; None where there is none. slices(row): those of `_narrow`."""
+    fits; None where there is none. slices(row): arguments of `_narrow`."""
     fits = lambda row: shared_memory.size(memory.allocate(p, row)) <= SHARED
     return cheapest(table, p, fits, lambda row: _narrow(row, p, *slices(row)))
 
@@ -113,10 +113,9 @@ def _fused_row(p: Problem, processors: int) -> KeyTiles | None:
 
 
 def _with_tiles_per_program(t: Tiles, p: Problem, processors: int) -> Tiles:
-    """The tiles with as many tiles of queries to a program, of one head or of several, as LONG
-    blocks of keys allow, where two fit into shared memory: all programs have as many, each
-    processor has a program to begin with, none has longer to run than before, and the L2 cache
-    holds the keys of all heads that run at a time, which each tile reads again."""
+    """Chooses tiles_per_program: the most, up to LONG blocks of keys, such that programs are
+    equal, every SM starts with one, none runs longer than before, and L2 holds the keys of the
+    heads that run together. It is 1 where shared memory has no room for two tiles."""
     count = schedule.ceil_div(p.queries, t.block_q)
     programs = lambda n: p.batch * p.heads * count // n
     work = lambda n: schedule.ceil_div(programs(n), processors) * n
@@ -135,8 +134,8 @@ def _with_tiles_per_program(t: Tiles, p: Problem, processors: int) -> Tiles:
 
 
 def _with_parts(t: KeyTiles, p: Problem, processors: int) -> KeyTiles:
-    """The tiles with the heads that share keys in as few parts as leave four programs to a
-    processor, so that the last ones are short, and each with queries for half of L2 at most."""
+    """Chooses group_parts: the fewest that leave four programs to an SM, so that the last ones are
+    short, and that each have queries for half of L2 at most."""
     programs = functools.partial(scheduler.key_programs, p, t.block_k)
     head_bytes = p.queries * t.query_bytes(p.dtype)
     fits = lambda n: (

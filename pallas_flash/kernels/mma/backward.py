@@ -61,7 +61,7 @@ class Output(NamedTuple):
 
 
 def backward(problem: Problem, tiles: AllTiles, *operands) -> Gradients:
-    """All gradients but those of a bias and of the arrays that a score_mod reads."""
+    """All gradients except of a bias and of the arrays that a score_mod reads."""
     return Gradients(dq(problem, tiles.dq, *operands), *dk_dv(problem, tiles.dkv, *operands))
 
 

@@ -295,7 +295,7 @@ def _kernel(
         s = tile.SumOfParts(memory.sums, part.number)(n, s)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
         s, scale = head.modify(s, at)
-        if masked:  # the keys before `unseen` are those of the block before
+        if masked:  # the block before has the keys before `unseen`
             unseen, first = n * t.block_k, at.first_key
             visible = mask._replace(start=jnp.maximum(mask.start, unseen)).visible(at)
             s = jnp.where(visible, s, -jnp.inf)

@@ -63,7 +63,7 @@ class Inputs(NamedTuple):
 
 class Memory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers; an array has the columns of one
-    warpgroup, then those of another."""
+    warpgroup, then of another."""
 
     q: Any  # [block_q, width]; None: registers hold it
     k: Any  # [warpgroups * stages, block_k, width / warpgroups]

@@ -14,8 +14,8 @@ CHUNK, LANES = 16, 32  # bytes that a lane copies at a time; of a warp
 
 
 class Lanes(NamedTuple):
-    """Which chunks of a block of rows the lanes of a warp copy at once: those of `tiles` tiles that
-    lie side by side, of `rows` rows, `chunks` of each. Eight neighbouring lanes write 128 bytes of
+    """Which chunks of a block of rows the lanes of a warp copy at once: `chunks` chunks of each of
+    `rows` rows, in `tiles` tiles that lie side by side. Eight neighbouring lanes write 128 bytes of
     a tile, without bank conflicts."""
 
     tiles: int
@@ -31,7 +31,7 @@ class Lanes(NamedTuple):
 
     @property
     def layout(self):
-        """The layout of a number for each row of a block: a lane has those of its rows."""
+        """The layout of a number for each row of a block: a lane has the numbers of its rows."""
         replicated = mgpu.fragmented_array.Replicated
         dims = (replicated(self.tiles), -2, replicated(self.chunks))
         return plgpu.Layout.TILED(
@@ -72,7 +72,7 @@ class Int(NamedTuple):
 class Place(NamedTuple):
     """Where the first chunk that a thread copies lies, each an int or an Int."""
 
-    tile: Any  # of those that its warp copies at once
+    tile: Any  # of the tiles that its warp copies at once
     chunk: Any  # of a row of the tile
     rows_of_tiles: Any  # before it in its slot
     tile_row: Any
@@ -116,7 +116,7 @@ class Copy(NamedTuple):
         return place.tile * self.swizzle + place.chunk * CHUNK
 
     def steps(self, n: int) -> Iterator[Step]:
-        """The copies of a row: the n-th of those whose numbers a thread has."""
+        """The copies of a row: the n-th of the rows whose numbers a thread has."""
         tiles, to_row = self.row_bytes // self.swizzle, n * WARPS * self.lanes.rows * self.row_bytes
         for first in range(0, tiles, self.lanes.tiles):
             target = to_row + first * TILE_ROWS * self.swizzle

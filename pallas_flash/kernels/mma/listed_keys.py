@@ -1,8 +1,8 @@
 """Attention by lists of keys as decoding. A batch row of decoding is a list, for each head that has
-or shares one: its tokens are the queries that have the list, its keys those that the list names.
+or shares one: its tokens are the queries that have the list, its keys the keys that it names.
 
 An ascending list maps intervals to intervals: of the keys that causality, a window or lengths leave
-to a query, it names those from one position to another.
+to a query, it names the keys from one position to another.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ class ListTable:
         return jnp.minimum(entry * self.block + key, keys - 1)
 
     def matrix(self, ref, b: IntLike, width: int):
-        """The keys or values of batch row b, [S, width], in those of all."""
+        """The keys or values of batch row b, [S, width], in the array of all."""
         batch, _, head = self._place(b)
         batch = batch if ref.shape[0] > 1 else 0
         column = self._share(head, self.kv_heads) * width
         return ref.at[batch, :, pl.ds(column, width)]
 
     def in_order(self, scales):
-        """The scales [batch rows, 1, keys of a list] in those of a pool, [P, page, K]."""
+        """The scales [batch rows, 1, keys of a list] from the scales of a pool, [P, page, K]."""
         pool = scales.reshape(-1, self.kv_heads)
         rows = self.entries[..., None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
         rows = jnp.moveaxis(rows.reshape(*rows.shape[:3], -1), 1, 2)  # [B, lists, L, keys]
@@ -115,7 +115,7 @@ def as_decoding(p: Problem, x: Operands, pages: PageTable | None, scales) -> tup
 
 
 def results(p: Problem, o, stats: SoftmaxState):
-    """o [B, T, N, Hv] and the SoftmaxState [B, N, T], from those of decoding."""
+    """o [B, T, N, Hv] and the SoftmaxState [B, N, T], from the results of decoding."""
     tokens, heads = o.shape[1], heads_of_lists(p)
     o = o.reshape(p.batch, -1, heads, tokens, *o.shape[2:])
     o = jnp.swapaxes(o, 2, 3).reshape(p.batch, -1, p.heads, o.shape[-1])[:, : p.queries]
@@ -159,7 +159,7 @@ def _of_positions(p: Problem, mask: ResolvedMask, entries) -> ResolvedMask:
 
 
 def _in_pages(table: ListTable, pages: PageTable) -> ListTable:
-    """The table with the numbers of blocks in the pool of pages in place of those in a row's
+    """The table with the numbers of blocks in the pool of pages in place of numbers in a row's
     keys."""
     entries, block = table.entries, table.block
     if pages.page % block:  # blocks that no page has whole

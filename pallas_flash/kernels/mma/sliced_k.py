@@ -22,7 +22,7 @@ from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.online_softmax import SoftmaxState
 
 LAYOUTS = None
-if tile.LAYOUTS:  # of operands of 16 bits, as those of tile.py
+if tile.LAYOUTS:  # of operands of 16 bits, as in tile.py
     LHS, RHS, ACC = (
         layout(jnp.bfloat16, m_warps=1)
         for layout in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC)

@@ -51,7 +51,7 @@ def scratch(p: Problem, t: Tiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> 
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
-    """The tangents of o and lse, without what those of a score_mod's arrays add."""
+    """The tangents of o and lse, without what the tangents of a score_mod's arrays add."""
     p, t = problem, tiles.tangent
     tangents = dict(dq=dx.query, dk=dx.key, dv=dx.value)
     has = tuple(name for name, array in tangents.items() if array is not None)

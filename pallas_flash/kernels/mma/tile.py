@@ -74,9 +74,9 @@ def copy(source, smem, full=None):
 
 
 def wait(full=None, running: int = 0):
-    """Waits until the copies by TMA that arrive at `full` have landed, or those by cp.async except
-    the last `running`, for all threads. All have then read what they read before, and copies may
-    overwrite it."""
+    """Waits until the copies by TMA that arrive at `full` have landed, or the copies by cp.async
+    except the last `running`, for all threads. All have then read what they read before, and
+    copies may overwrite it."""
     if full is None:
         _wait_for_cp_async(running)
     else:

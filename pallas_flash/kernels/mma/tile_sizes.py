@@ -41,8 +41,8 @@ class Gpu(NamedTuple):
 
 class Tiles(NamedTuple):
     """A kernel whose programs own `block_q` queries, or `block_k` keys if `owns_keys`, and walk
-    over blocks of the others in `stages` slots of shared memory. With one slot a block is copied
-    while no product runs but those of the multiprocessor's other program."""
+    over blocks of the others in `stages` slots of shared memory. With one slot, only products
+    of the multiprocessor's other program run while a block is copied."""
 
     width: int  # columns of queries and keys in shared memory
     value_width: int  # columns of values and the output
@@ -96,8 +96,8 @@ class Row(NamedTuple):
 
 class DecodeTiles(NamedTuple):
     """Split-KV decoding: 64 rows by `block_k` keys, with a program for each of `num_splits` of the
-    keys. Each of its warpgroups owns a slice of the columns of O, and adds up a slice of those that
-    the scores are sums over."""
+    keys. Each of its warpgroups owns a slice of the columns of O, and adds up a slice of the
+    columns that the scores are sums over."""
 
     width: int
     value_width: int
@@ -193,7 +193,7 @@ def swizzle_of(dtype: str, widths: tuple[int, ...], rows: int = ROWS) -> int:
 
 
 def _tiles_side_by_side(rows: int) -> int:
-    """Tiles in a row of those that four warps copy at a time."""
+    """Of the tiles that four warps copy at a time, how many lie side by side."""
     return max(4 * TILE_ROWS // rows, 1)
 
 

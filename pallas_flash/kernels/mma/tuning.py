@@ -113,8 +113,9 @@ def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None
 
 
 def _row(table: Iterable[Row], p: Problem, gpu: Gpu, scratch: Callable) -> Tiles | None:
-    """The cheapest row that leaves shared memory for two programs on a multiprocessor, whose warps
-    run in each other's waits, or else for one; without those beside which registers spill."""
+    """The cheapest row that leaves shared memory for two programs on a multiprocessor, or else for
+    one. The warps of two run in each other's waits. Rows beside which registers spill are left
+    out."""
     has = dict(
         ids=p.resolved_mask.query_ids is not None,
         dropout=bool(p.dropped),

@@ -54,7 +54,7 @@ def by_query_tile(
 def by_key_tile(
     p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
 ) -> jax.Array | BlockLists | None:
-    """The blocks of queries that see each tile of keys, perhaps none, as `by_query_tile` has those
+    """The blocks of queries that see each tile of keys, perhaps none, as `by_query_tile` has blocks
     of keys."""
     if mask is None and resolved_mask.mask_mod is None:
         has_data = resolved_mask.has_data
@@ -129,8 +129,8 @@ def query_blocks(
     by_tile, resolved_mask: ResolvedMask, work: WorkTile, queries: int, block_q: int, size: int
 ) -> Callable:
     """A function of g: the blocks of queries of the g-th head that see the tile's `size` keys, by
-    what `by_key_tile` returned, and a function of t: how many blocks come before position t, those
-    of the heads before too. No block is full where the tile hangs over the last key."""
+    what `by_key_tile` returned, and a function of t: how many blocks come before position t,
+    with the blocks of earlier heads. No block is full where the tile hangs over the last key."""
     if isinstance(by_tile, BlockLists):
 
         def listed(g):

@@ -124,7 +124,7 @@ class Logits(NamedTuple):
         return ds if back is None else back(ds)
 
     def tangent(self, weight, back: Callable | None, ds, bias) -> "WeightedTangent":
-        """P times the tangent of the logits, from those of Q K^T and of the bias (None: zero)."""
+        """P times the tangent of the logits, from the tangents of Q K^T and the bias (None: 0)."""
         ds = None if ds is None else ds * self.problem.scale
         if bias is not None:
             ds = bias if ds is None else ds + bias

@@ -30,7 +30,7 @@ class TileMask(NamedTuple):
     """The mask of some queries, whose intervals are in registers, which a loop over blocks
     keeps."""
 
-    resolved_mask: ResolvedMask  # its data by row are in registers, those by key are refs
+    resolved_mask: ResolvedMask  # its data by row are in registers, data by key are refs
     batch: IntLike
     start: IntLike  # [queries]
     stop: IntLike

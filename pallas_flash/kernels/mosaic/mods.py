@@ -89,7 +89,7 @@ class HeadMod(NamedTuple):
         self, f: Callable, tile: ScoreTile, *tiles: Callable, first: int | None = None
     ) -> "Steps":
         """The Steps of f(values, b, h, query, key, *tiles), where each of the tiles is called for a
-        float32 tile, and values are those of the mod's reads, or of the first reads alone."""
+        float32 tile, and values are of the mod's reads, or of the first reads alone."""
         shape, values = tile.shape, self._reads()[:first]
         logit, index, scalar = (
             jax.ShapeDtypeStruct(*x)

@@ -1,8 +1,8 @@
 """In which order the programs of a one-dimensional grid run, and which tile each of them owns.
 
 Programs are in sections of heads whose inputs fit into the L2 cache together, and of enough of them
-for most processors. In a section those come first whose tile is likely to see most, and heads that
-share keys and values are neighbours.
+for most processors. In a section programs come first whose tile is likely to see most, and heads
+that share keys and values are neighbours.
 """
 
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def query_tile(
     number: IntLike = 0,
 ) -> WorkTile:
     """Tile `number` of a program's tiles of queries, all of one head and as far from each other as
-    can be, or those of several heads; a key and its value take `key_bytes`. The last tiles, as a
+    can be, or tiles of several heads; a key and its value take `key_bytes`. The last tiles, as a
     rule, see most. A section has as many pairs of batch row and key/value head as L2 holds."""
     count = schedule.ceil_div(p.queries, block_q)
     if tiles_per_program > count:

@@ -36,8 +36,8 @@ def inputs(p: Problem, t, *args) -> Inputs:
 
 
 def head_rows(array, batch, rows: pl.Slice, head, width: int):
-    """Rows of a head of a global array [B, length, heads, n]: `width` columns, of which TMA reads
-    those from n on as zeros and writes nothing there."""
+    """Rows of a head of a global array [B, length, heads, n]: `width` columns. From column n on
+    TMA reads zeros and writes nothing."""
     whole = array.shape[3] == width
     # jax 0.12 refuses to know that it hangs over
     columns = pl.ds(0 if whole else opaque(0) * 64, width)

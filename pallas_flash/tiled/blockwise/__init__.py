@@ -6,7 +6,7 @@ eight static blocks are unrolled; more are loops. On a CPU a few heads go at a t
 scores between two products stay in the caches. A forward of few queries behind a long cache copies
 the keys of one block at a time.
 
-The rows of a block are those of all query heads that share a key/value head, and its scores are
+A block has the rows of all query heads that share a key/value head, and its scores are
 [rows, keys]: the forward's products then take their operands as they lie, and XLA gives q k^T and
 its softmax to its CPU library in one call. A CPU multiplies slowly by a transposed first operand.
 So the backward transposes q and do, and dk and dv come out transposed; where p and ds are smaller
@@ -123,8 +123,8 @@ def _weighted_sum(p, v, is_normalised: bool):
 
 @_weighted_sum.defjvp
 def _(is_normalised, primals, tangents):
-    """The tangent, in which those of weights are not rounded: the difference of their sum and
-    o dl / l may be small."""
+    """The tangent. Tangents of weights are not rounded: the difference of their sum and o dl / l
+    may be small."""
     (p, v), (dp, dv) = primals, tangents
     o = _weighted_sum(p, v, is_normalised)
     return o, (dot(dp, v.astype(dp.dtype)) + dot(p.astype(v.dtype), dv)).astype(o.dtype)

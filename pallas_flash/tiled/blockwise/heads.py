@@ -65,7 +65,7 @@ class HeadSlice(NamedTuple):
         """Runs results, carry = query_block(rows, key_blocks, of_rows, carry) for all query blocks,
         and returns the results [B, K, G, T, n] of all rows, and the carry. `of_rows` are the rows
         of the arrays by_row [B, K, G, T, n], and `key_blocks` is None where a loop goes over them.
-        A loop puts results into those of `start` by put(rows, start, results, 3)."""
+        A loop puts results into the arrays of `start` by put(rows, start, results, 3)."""
         size, length, tiles = self.tiles.block_q, self.problem.queries, self.tiles
 
         def run(rows: Block, key_blocks, carry, before=None):

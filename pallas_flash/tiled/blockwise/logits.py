@@ -85,8 +85,8 @@ class Logits(NamedTuple):
 
     def of_products(self, qk, bias, indices, visible=None):
         """The logits of products q k^T, with a bias that broadcasts and the indices of a score_mod,
-        or None. In reverse mode those that are not `visible` (None: all are) have no derivative, as
-        a score_mod may have none there."""
+        or None. In reverse mode logits that are not `visible` (None: all are) have no derivative,
+        as a score_mod may have none there."""
         s, _ = self._before_score_mod(qk, bias)
         if self.score is None:
             return s

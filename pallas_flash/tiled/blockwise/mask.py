@@ -59,7 +59,7 @@ class TileMask(NamedTuple):
 
     def zero_hidden_keys(self, x, keys: Block | None = None):
         """x [B, K, S, n], or a block of its keys, with 0 for keys beyond every row's interval, and
-        those that no list names, where there may be NaN."""
+        keys that no list names, where there may be NaN."""
         if self.lists is not None:
             is_named = self._by_head(self.lists.any_names()[:, :, None], x.shape[1]).any((2, 3))
             is_named = is_named if keys is None else keys.take(is_named, 2)

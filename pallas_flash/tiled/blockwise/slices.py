@@ -12,8 +12,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 
 
 class Block(NamedTuple):
-    """`size` neighbouring rows or keys. Those before `first_new` (None: none) are in the block
-    before it too."""
+    """`size` neighbouring rows or keys. What is before `first_new` (None: nothing) is in the
+    block before it too."""
 
     start: IntLike
     size: int

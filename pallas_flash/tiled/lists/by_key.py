@@ -24,8 +24,8 @@ from pallas_flash.tiled.lists.walk import Walk
 class InvertedLists(NamedTuple):
     """The lists that name each entry."""
 
-    lists: jax.Array  # int32 [pairs], those of entry 0, then of entry 1 ..; `count` for a repeat
-    first: jax.Array  # int32 [blocks + 1], where those of each entry begin
+    lists: jax.Array  # int32 [pairs], of entry 0, then of entry 1 ..; `count` for a repeat
+    first: jax.Array  # int32 [blocks + 1], where each entry's lists begin
     count: int  # of lists
 
     @classmethod
@@ -45,7 +45,8 @@ class InvertedLists(NamedTuple):
         return schedule.ceil_div(self.first[entry + 1] - self.first[entry], size)
 
     def tile(self, entry, number, size: int):
-        """The lists of a tile, int32 [size], distinct; from `count` on in place of what is none."""
+        """The lists of a tile, int32 [size]. Places without a list get distinct numbers from
+        `count` on."""
         place = jnp.arange(size, dtype=jnp.int32)
         at = self.first[entry] + number * size + place
         lists = self.lists.at[at].get(mode="clip")

@@ -1,12 +1,13 @@
-"""What the walks over lists of keys cost on a CPU, in units of the time that blockwise takes for a
-pair of a query and a key under a mask. Measurements: results.md#lists."""
+"""The costs on a CPU of the walks over lists of keys. The unit is the time that blockwise takes for
+a pair of a query and a key under a mask. Measurements: results.md#lists."""
 
 from typing import NamedTuple
 
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
-# walks in lists.WALKS, and blockwise with the lists as a mask of its blocks, or as a table
+# The first two are the walks in lists.WALKS. DENSE is blockwise with the lists as a mask of its
+# blocks, or as a table.
 BY_QUERY, BY_KEY, DENSE = "by query", "by key", "dense"
 
 # Of a tile by key, at most: fewer keep one core busy, more leave the caches.
@@ -25,7 +26,7 @@ LIST_HEAD = 0.2  # a pair of blockwise, if no other query head shares its mask
 class Pairs(NamedTuple):
     """Pairs of a query and a key, of one head."""
 
-    visible: int  # those that the static part of the mask leaves
+    visible: int  # left by the static part of the mask
     named: int  # at most so many of them are named by lists
 
     @classmethod

@@ -23,13 +23,12 @@ class Entries(NamedTuple):
         return keys.reshape(keys.shape[0], -1)
 
     def gather(self, tile: Tile, x: KeyBlocks):
-        """The keys or values of a tile, [l, n * block, h], with 0 for those that none of its rows
-        sees, where there may be NaN."""
+        """Keys or values of a tile, [l, n * block, h]; keys that no query sees are 0 (they may
+        hold NaN)."""
         return jnp.where(tile.visible.any((1, 2))[..., None], x.gather(self.index), 0)
 
     def slices(self, tile: Tile, x: Slices, query) -> Slices:
-        """The differentiable arrays of a tile: those of its list head, and its rows of the
-        query."""
+        """The differentiable arrays of a tile: its list head's, and its rows of the query."""
         key, value = (None if a is None else self.gather(tile, a) for a in (x.key, x.value))
         return Slices(query, key, value, tile.of_pairs(x.bias), x.captured)
 

@@ -1,5 +1,5 @@
-"""The operands of a list head, which is what query heads with one list and one key/value head are,
-and the loop over all list heads."""
+"""A list head: the query heads that share a list and a key/value head. Its operands, and the loop
+over all list heads."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -127,7 +127,7 @@ class Sums(NamedTuple):
 
     @property
     def shared(self) -> dict:
-        """Those that all list heads add to."""
+        """The gradients that all list heads add to."""
         return dict(bias=self.bias, captured=self.captured)
 
 

@@ -54,7 +54,7 @@ class InPages(NamedTuple):
     scales: jax.Array | None
 
     def gather(self, index: tuple, dtype):
-        """Those at an index, [l, n, h], times their scales."""
+        """Keys or values at an index, [l, n, h], times their scales."""
         x = xla_cpu.gather(self.x, index)
         if self.scales is None:
             return x.astype(dtype)

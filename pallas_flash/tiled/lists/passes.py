@@ -128,7 +128,7 @@ def second(
     sums: Sums,
 ):
     """The gradients of the query [T, G, H] and of row_scale.inverse_sum [T, G, 1], and the sums
-    with those of keys, values, bias and captured arrays added."""
+    with the gradients of keys, values, bias and captured arrays added."""
     wide = checks.sums(tiles.dtype)
     arrays, tangents = (head.slices(a, wide) for a in (x.differentiable, dx))
     row = RowCotangents(row_scale.m, row_scale.inverse_sum, delta, dlse)

@@ -1,7 +1,7 @@
 """Attention of a tile: l lists of n keys, and the r query rows that each list belongs to.
 
-Arrays of its pairs are [l, r, G, n], those of its rows [l, r, G, ..] and those of its keys
-[l, n, ..]. A walk over tiles chooses the lists, the rows and the keys.
+Arrays of its pairs are [l, r, G, n], of its rows [l, r, G, ..] and of its keys [l, n, ..]. A walk
+over tiles chooses the lists, the rows and the keys.
 """
 
 from typing import NamedTuple
@@ -61,7 +61,7 @@ class Tile(NamedTuple):
         return 0, 0, *(index if n > 1 else zero for index, n in each)
 
     def of_pairs(self, x):
-        """The elements of a dense x, which broadcast to those of all pairs; None of None."""
+        """The elements of a dense x, which broadcast to all pairs; None of None."""
         return None if x is None else x[self.place(x)]
 
     def products(self, q, k) -> tuple:
@@ -87,7 +87,7 @@ class Tile(NamedTuple):
 
     def backward(self, q, k, v, do, row: "RowCotangents", captured):
         """The gradients of q, k and v, that of the logits before their soft cap, which is a bias's,
-        and `captured` with those of a score_mod's arrays added."""
+        and `captured` with the gradients of a score_mod's arrays added."""
         logits, soft_cap = self.head.logits, self.head.problem.soft_cap
         dp = self.drop(dot_t(do, v))
         s, tanh, back = logits.vjp_of_products(*self.products(q, k))

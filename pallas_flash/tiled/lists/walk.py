@@ -8,8 +8,8 @@ class Walk(NamedTuple):
     """A way over the tiles of a list head.
 
     each_tile(head, tiles, step, sums, start, *by_row) runs sums, of_rows = step(sums, of_rows,
-    tile, entries, *by_row) for all tiles, and returns the last sums and of_rows. Arrays by row,
-    [T, ..], are those of a tile's rows in a step, [l, r, ..]. Results by row begin as `start`; if
+    tile, entries, *by_row) for all tiles, and returns the last sums and of_rows. In a step
+    arrays by row, [T, ..], have the tile's rows, [l, r, ..]. Results by row begin as `start`; if
     tiles have whole rows, a step gets None in their place.
     """
 

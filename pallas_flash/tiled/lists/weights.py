@@ -16,7 +16,7 @@ def listed_weights(problem: Problem, tiles: Tiles, x: Operands, lse):
     """exp(s - lse), [B, L, T, n * block], in the order of the entries of the lists: 0 for what a
     query does not see. lse is [B, N, T]."""
     p, lists = problem, problem.resolved_mask.lists.entries.shape[1]
-    sharing = list_heads(p) // lists  # those with one list, each of another key head
+    sharing = list_heads(p) // lists  # with one list, each of another key head
 
     def one_list(number):
         of_head = lambda i: _of_head(
