@@ -25,7 +25,7 @@ from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import weights as list_weights
-from pallas_flash.tiled.lists.costs import BY_QUERY
+from pallas_flash.tiled.lists.tuning import BY_QUERY
 
 
 @unexpected.refused

@@ -9,7 +9,7 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists import pages as pages_of_lists
-from pallas_flash.tiled.lists.costs import BY_QUERY
+from pallas_flash.tiled.lists.tuning import BY_QUERY
 from pallas_flash.tiled.online_softmax import RowLse
 
 

@@ -17,8 +17,7 @@ from pallas_flash.tiled.blockwise.key_blocks import (
     find_band,
     static_key_blocks,
 )
-from pallas_flash.tiled.lists.costs import DENSE
-from pallas_flash.tiled.lists.tuning import ListTiles, list_tiles
+from pallas_flash.tiled.lists.tuning import DENSE, ListTiles, list_tiles
 from pallas_flash.tiled.schedule import ceil_div, key_range
 
 

@@ -16,7 +16,6 @@ from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import by_key, by_query, passes
-from pallas_flash.tiled.lists.costs import BY_KEY, BY_QUERY
 from pallas_flash.tiled.lists.distinct import distinct
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
@@ -26,6 +25,7 @@ from pallas_flash.tiled.lists.list_heads import (
     from_blocks,
     from_list_heads,
 )
+from pallas_flash.tiled.lists.tuning import BY_KEY, BY_QUERY
 from pallas_flash.tiled.online_softmax import RowScale
 
 WALKS = {BY_QUERY: by_query.WALK, BY_KEY: by_key.WALK}
