@@ -24,7 +24,7 @@ from pallas_flash.problem.implementation import no_empty_axis
 from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists import weights as list_weights
+from pallas_flash.tiled.lists import gathered
 from pallas_flash.tiled.lists.tuning import BY_QUERY
 
 
@@ -161,5 +161,5 @@ def _attend(call: ListedWeightsCall):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _weights(problem: Problem, tiles: Tiles, x: Operands, lse):
-    weights = list_weights.listed_weights(problem, tiles, x, jnp.swapaxes(lse, 1, 2))
+    weights = gathered.listed_weights(problem, tiles, x, jnp.swapaxes(lse, 1, 2))
     return jnp.swapaxes(weights, 1, 2)

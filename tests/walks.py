@@ -1,8 +1,8 @@
 """The walks over lists of keys, each whatever its costs."""
 
 from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.lists import WALKS
 from pallas_flash.tiled.lists.tuning import DENSE
+from pallas_flash.tiled.lists.walks import WALKS
 
 EVERY_WALK = (*WALKS, DENSE)
 

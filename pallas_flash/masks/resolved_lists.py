@@ -6,9 +6,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash.jax_support import pytrees
+from pallas_flash.jax_support import pytrees, xla_cpu
 from pallas_flash.masks import block_types
 
+AT_A_TIME = 8  # lists whose repeats a CPU finds in a step of a loop
 LEAST_TABLE = 64  # pairs of a query and a key for an entry of a table of blocks
 
 
@@ -47,6 +48,28 @@ class ResolvedLists:
         repeats = x[..., 1:] == x[..., :-1]
         repeats = jnp.pad(repeats, ((0, 0), (0, 0), (0, 0), (1, 0)))
         return dataclasses.replace(self, entries=jnp.where(repeats, self.NONE, x))
+
+    def distinct(self) -> "ResolvedLists":
+        """These lists in any order, with NONE in place of repeated entries. A CPU sorts slowly: it
+        writes the position of each entry to a table of all blocks, and the last one stays."""
+        has_symbols = not all(isinstance(n, int) for n in self.entries.shape)  # of jax.export
+        if has_symbols or not xla_cpu.on_cpu():
+            return self.sorted()
+        at = jnp.arange(self.entries.shape[-1], dtype=jnp.int32)[None]
+        row = jnp.arange(AT_A_TIME, dtype=jnp.int32)[:, None]
+
+        def step(position, entries):
+            place = row, jnp.minimum(entries, self.blocks)
+            position = position.at[place].set(jnp.broadcast_to(at, entries.shape))
+            return position, jnp.where(position[place] == at, entries, self.NONE)
+
+        flat = self.entries.reshape(-1, at.size)
+        count = -(-len(flat) // AT_A_TIME)
+        whole = jnp.pad(flat, ((0, count * AT_A_TIME - len(flat)), (0, 0)))
+        position = jnp.zeros_like(flat, shape=(AT_A_TIME, self.blocks + 1))
+        _, whole = lax.scan(step, position, whole.reshape(count, AT_A_TIME, -1))
+        entries = whole.reshape(-1, at.size)[: len(flat)].reshape(self.entries.shape)
+        return dataclasses.replace(self, entries=entries)
 
     def within(self, other: "ResolvedLists") -> "ResolvedLists":
         """The entries that `other`, lists of the same blocks, has too."""

@@ -15,8 +15,7 @@ from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists import by_key, by_query, passes
-from pallas_flash.tiled.lists.distinct import distinct
+from pallas_flash.tiled.lists import passes
 from pallas_flash.tiled.lists.list_heads import (
     ListHead,
     Sums,
@@ -25,10 +24,8 @@ from pallas_flash.tiled.lists.list_heads import (
     from_blocks,
     from_list_heads,
 )
-from pallas_flash.tiled.lists.tuning import BY_KEY, BY_QUERY
+from pallas_flash.tiled.lists.walks import WALKS
 from pallas_flash.tiled.online_softmax import RowScale
-
-WALKS = {BY_QUERY: by_query.WALK, BY_KEY: by_key.WALK}
 
 
 def forward(problem: Problem, tiles: Tiles, x: Operands):
@@ -79,7 +76,7 @@ def _run(one_pass: Callable, p: Problem, tiles: Tiles, x: Operands, args: tuple,
     """The results of a pass by row, [B, list heads, T, ..], and its sums."""
     walk, mask = WALKS[tiles.lists.walk], x.resolved_mask
     if walk.has_whole_rows:  # the other finds repeats where it sorts all lists together
-        x = x._replace(resolved_mask=dataclasses.replace(mask, lists=distinct(mask.lists)))
+        x = x._replace(resolved_mask=dataclasses.replace(mask, lists=mask.lists.distinct()))
 
     def one_head(number, sums: Sums):
         head, whole = ListHead.take(p, tiles, x, number), sums.bias

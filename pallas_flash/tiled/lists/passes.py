@@ -11,10 +11,9 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise import softmax
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead, Sums
-from pallas_flash.tiled.lists.tile import RowCotangents, Tile
-from pallas_flash.tiled.lists.walk import Walk
+from pallas_flash.tiled.lists.tile import Entries, RowCotangents, Tile
+from pallas_flash.tiled.lists.walks import Walk
 from pallas_flash.tiled.online_softmax import RowScale
 
 

@@ -1,10 +1,5 @@
-"""The walk by key: lists are inverted, and a tile is one entry and a few of the lists that name it.
-
-The entry's keys are read where they lie, and the rows of its lists are gathered. A row has its keys
-in several tiles, so each of these reads its running sums and writes them back. A list names an
-entry once: the rows of a tile are distinct, and tiles go in order, so results have the same bits in
-every run.
-"""
+"""The walks over the tiles of a list head: by query, a few lists at a time; and by key, for which
+lists are inverted, and a tile is one entry and a few of the lists that name it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,10 +10,53 @@ from jax import lax
 
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.entries import Entries
 from pallas_flash.tiled.lists.list_heads import ListHead, list_heads
-from pallas_flash.tiled.lists.tile import Tile
-from pallas_flash.tiled.lists.walk import Walk
+from pallas_flash.tiled.lists.tile import Entries, Tile
+from pallas_flash.tiled.lists.tuning import BY_KEY, BY_QUERY
+
+
+class Walk(NamedTuple):
+    """A way over the tiles of a list head.
+
+    each_tile(head, tiles, step, sums, start, *by_row) runs sums, of_rows = step(sums, of_rows,
+    tile, entries, *by_row) for all tiles, and returns the last sums and of_rows. In a step
+    arrays by row, [T, ..], have the tile's rows, [l, r, ..]. Results by row begin as `start`; if
+    tiles have whole rows, a step gets None in their place.
+    """
+
+    each_tile: Callable
+    has_whole_rows: bool  # whether a tile has all keys of its rows
+
+
+# ---- by query ----
+
+
+def each_chunk(head: ListHead, tiles: Tiles, step: Callable, sums, _, *by_row):
+    """As `Walk.each_tile`, for all chunks of lists: the keys of a few are gathered at a time."""
+    lists, chunk = head.problem.resolved_mask.lists, tiles.lists.chunk
+    total = head.entries.shape[0]
+    count = 1 if total == chunk else schedule.ceil_div(total, chunk)  # 1 for symbols of jax.export
+    missing = count * chunk - total
+    entries = jnp.pad(head.entries, ((0, missing), (0, 0)), constant_values=lists.blocks)
+
+    def split(x):
+        more = count * chunk * lists.query_block - x.shape[0]
+        x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
+        return x.reshape(count, chunk, lists.query_block, *x.shape[1:])
+
+    def one(sums, of_chunk):
+        entries, rows, *by_row = of_chunk
+        entries = Entries(entries, tiles.lists.in_order)
+        tile = Tile.take(head, rows, entries.keys(lists.block))
+        return step(sums, None, tile, entries, *by_row)
+
+    chunks = entries.reshape(count, chunk, -1), *jax.tree.map(split, (head.rows, *by_row))
+    sums, of_rows = lax.scan(one, sums, chunks)
+    join = lambda x: x.reshape(-1, *x.shape[3:])[: head.problem.queries]
+    return sums, jax.tree.map(join, of_rows)
+
+
+# ---- by key ----
 
 
 class InvertedLists(NamedTuple):
@@ -54,8 +92,14 @@ class InvertedLists(NamedTuple):
         return jnp.where(is_list, lists, self.count + place)
 
 
-def each_tile(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_row):
-    """As `Walk.each_tile`, for all entries and the lists that name them."""
+def each_entry(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_row):
+    """As `Walk.each_tile`, for all entries and the lists that name them.
+
+    An entry's keys are read where they lie, and the rows of its lists are gathered. A row has its
+    keys in several tiles, so each of these reads its running sums and writes them back. A list
+    names an entry once: the rows of a tile are distinct, and tiles go in order, so results have the
+    same bits in every run.
+    """
     p, size = head.problem, tiles.lists.chunk
     lists, group = p.resolved_mask.lists, p.heads // list_heads(p)
     inverted = InvertedLists.of(_visible_entries(head), lists.blocks)
@@ -115,4 +159,7 @@ def _put(x, lists, new):
     return x.at[lists].set(new, mode="promise_in_bounds", unique_indices=True)
 
 
-WALK = Walk(each_tile, has_whole_rows=False)
+WALKS = {
+    BY_QUERY: Walk(each_chunk, has_whole_rows=True),
+    BY_KEY: Walk(each_entry, has_whole_rows=False),
+}
