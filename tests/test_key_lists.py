@@ -21,7 +21,9 @@ from selection import whole_but
 from walks import EVERY_WALK, walking
 
 from pallas_flash import explain, flash_attention, masks
+from pallas_flash.masks.expression import with_table
 from pallas_flash.masks.resolved_lists import ResolvedLists
+from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists.tuning import DENSE
 
@@ -208,6 +210,16 @@ def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are
     shapes = re.findall(r"\[([\d,]+)\]", program(gradients, x, x, x, indices))
     largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
     assert largest < LONG**2 / 16
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_table_of_lists_that_a_program_closes_over_is_made_when_it_runs(rng):
+    """XLA would make it while it compiles, for seconds."""
+    mask = ResolvedMask(512, lists=ResolvedLists.of(np.int32([[[[3, 1]] * 8]]), 8, 64, 512))
+    text = (
+        jax.jit(lambda: with_table(mask, 1, 512).mask_mod.block_types).lower().compile().as_text()
+    )
+    assert " while(" in text or " scatter(" in text
 
 
 @pytest.mark.usefixtures("optimized")

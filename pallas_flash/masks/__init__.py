@@ -21,8 +21,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
 from pallas_flash.masks.block_mask import draw as draw
+from pallas_flash.masks.expression import with_table as with_table
 from pallas_flash.masks.key_lists import KeyLists as KeyLists
-from pallas_flash.masks.list_table import with_table as with_table
 from pallas_flash.masks.mask import BlockTypes as BlockTypes
 from pallas_flash.masks.mask import Mask as Mask
 from pallas_flash.masks.mask import MaskMod as MaskMod

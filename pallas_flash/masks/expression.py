@@ -1,5 +1,5 @@
-"""Masks that | and ~ join as the mask_mod of a call: an expression whose leaves read their arrays
-by row and by key."""
+"""Masks as the mask_mod of a call: those that | and ~ join are an expression whose leaves read
+their arrays by row and by key, and lists of blocks are a table of these blocks."""
 
 import dataclasses
 import functools
@@ -7,13 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.masks import block_types
 from pallas_flash.masks.key_lists import ListTable
 from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, split
 from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.mods.mask_mod import BoundMaskMod
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
+
+BLOCK = 64  # queries and keys of a block of lists whose type is told
 
 
 @pytrees.dataclass
@@ -30,6 +35,34 @@ def as_mask_mod(mask: Mask, place: Place, resolve: Callable) -> MaskMod:
     arrays, tree = jax.tree.flatten((place, _expression(mask, resolve)))
     shapes, name = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays), mask.in_words()
     return MaskMod(_traced(tree, shapes, name), name, arrays=tuple(arrays))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for calls that are alike
+def with_table(mask: ResolvedMask, heads: int, queries: int) -> ResolvedMask:
+    """The mask of so many heads and queries, with a table of blocks in place of its lists."""
+    lists, others = ListTable.of(mask.lists, heads), mask.mask_mod
+    parts: list[Mask] = [lists]
+    if others is not None:
+        parts.append(
+            MaskMod(
+                others.mod,
+                others.mod.name,
+                arrays=others.arrays,
+                batch=others.batch,
+                head=others.head,
+            )
+        )
+    joined, offset = functools.reduce(And, parts), 0 if others is None else others.offset
+    one = as_mask_mod(joined, Place(offset, None), lambda _: None)
+    bound = BoundMaskMod(one.function, one.arrays, offset, None, None)
+    if isinstance(queries, int) and isinstance(mask.keys, int):  # else symbols of jax.export
+        types = mask.lists.block_types(lists.table, queries, BLOCK)
+        if 1 < types.shape[1] < heads:
+            types = jnp.repeat(types, lists.group, axis=1)
+        if others is not None:  # they may hide pairs of any block
+            types = jnp.minimum(types, block_types.PARTIAL)
+        bound = dataclasses.replace(bound, block_types=types, block_size=BLOCK)
+    return dataclasses.replace(mask, lists=None, mask_mod=bound)
 
 
 def _expression(mask: Mask, resolve: Callable):

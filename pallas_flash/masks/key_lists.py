@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash import checks
 from pallas_flash.checks import unexpected
@@ -130,7 +131,9 @@ class ListTable(Mask):
 
     @classmethod
     def of(cls, lists: ResolvedLists, heads: int) -> "ListTable":
-        table = lists.table()
+        # XLA would compute a table of constants while it compiles
+        entries = lax.optimization_barrier(lists.entries)
+        table = dataclasses.replace(lists, entries=entries).table()
         group = heads // table.shape[1]
         return cls(table, group, lists.block, lists.query_block, str(lists))
 
