@@ -86,28 +86,29 @@ class ListTiles(NamedTuple):
     """Tiles of a walk over lists of keys."""
 
     names: str  # what the lists name, in words
-    walk: str  # a name in py
+    walk: str  # BY_QUERY, BY_KEY or DENSE
     chunk: int  # lists at a time
     query_block: int
     at_once: bool  # whether all heads go at once; else one list head after the other
     # whether a step of a sum by keys adds the rows of one list, which are distinct: else two of its
     # additions may change places
     in_order: bool
+    why: str = ""  # the walk: what it costs beside others, where these were estimated
 
     def __str__(self):
         if self.walk == DENSE:
-            return f"{self.names}, as a mask"
+            return f"{self.names}, as a mask{self.why}"
         queries = self.chunk * self.query_block
         at_a_time = "1 query" if queries == 1 else f"{queries} queries"
         how = "gathered" if self.walk == BY_QUERY else "a block after the other"
-        return f"{self.names}, {how}, {at_a_time} at a time"
+        return f"{self.names}, {how}, {at_a_time} at a time{self.why}"
 
 
 def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = None) -> ListTiles:
     """Tiles of products in this dtype, of one list head at a time or of all; by default of the walk
     that takes the least time."""
     lists, on_cpu = p.resolved_mask.lists, xla_cpu.on_cpu()
-    walk = choose_walk(p, one_at_a_time) if walk is None else walk
+    walk, why = choose_walk(p, one_at_a_time) if walk is None else (walk, "")
     by_key = walk == BY_KEY
     return ListTiles(
         str(lists),
@@ -116,16 +117,20 @@ def list_tiles(p: Problem, dtype: str, one_at_a_time: bool, walk: str | None = N
         query_block=lists.query_block,
         at_once=not one_at_a_time,
         in_order=not on_cpu,
+        why=why,
     )
 
 
-def choose_walk(p: Problem, one_at_a_time: bool) -> str:
-    """The walk that takes the least time on a CPU. On a GPU, where tiles by key would be a loop of
-    small kernels, lists of keys are gathered, and others are a mask of blocks."""
+def choose_walk(p: Problem, one_at_a_time: bool) -> tuple[str, str]:
+    """The walk that takes the least time on a CPU, and its cost beside others, in words. On a GPU,
+    where tiles by key would be a loop of small kernels, lists of keys are gathered, and others are
+    a mask of blocks."""
     if one_at_a_time and p.is_static:
         each = costs(p)
-        return min(each, key=each.get)
-    return DENSE if p.resolved_mask.lists.has_table else BY_QUERY
+        walk = min(each, key=each.get)
+        ratios = [f"{each[walk] / cost:.2g} of {x}" for x, cost in each.items() if x != walk]
+        return walk, f" ({walk}: estimated at {' and '.join(ratios)})"
+    return (DENSE if p.resolved_mask.lists.has_table else BY_QUERY), ""
 
 
 def _chunk(p: Problem, dtype: str, one_at_a_time: bool) -> int:
