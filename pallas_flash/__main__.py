@@ -17,7 +17,7 @@ import pallas_flash
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.explanation import explain
-from pallas_flash.jax_support import hardware, xla_flags
+from pallas_flash.jax_support import hardware, options
 
 DESCRIPTION = """
 Prints which implementation flash_attention takes on this machine for typical calls, and why. Then
@@ -142,7 +142,7 @@ def print_machine():
     for name in ("PALLAS_FLASH_IMPLEMENTATION", "PALLAS_FLASH_SELF_CHECK"):
         if name in os.environ:
             print(f"{name}={os.environ[name]}")
-    if flag := xla_flags.determinism():
+    if flag := options.determinism():
         print(f"XLA_FLAGS has {flag}: gradients are bitwise deterministic by default")
 
 

@@ -14,7 +14,7 @@ from pallas_flash.caches import attend, paged
 from pallas_flash.checks import unexpected
 from pallas_flash.choose import dispatch, selection
 from pallas_flash.devices.shared_arrays import canonicalize
-from pallas_flash.jax_support import hardware, xla_flags
+from pallas_flash.jax_support import hardware, options
 from pallas_flash.kernels.classic.family import EARLIER
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem import arguments
@@ -143,7 +143,7 @@ def _backward(
     order = BITWISE if problem.deterministic else "adds in any order"
     why = f"deterministic={asked}"
     if asked is None:
-        flag = xla_flags.determinism() or "no flag that asks for determinism"
+        flag = options.determinism() or "no flag that asks for determinism"
         why += f", and XLA_FLAGS has {flag}"
     return f"{order}: {why}"
 

@@ -14,7 +14,7 @@ from check import equal, value_and_gradients
 from pallas_flash import explain, flash_attention, masks
 from pallas_flash.attention import normalised
 from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.blockwise import Tiles, key_blocks, tuning
+from pallas_flash.tiled.blockwise import Tiles, mask, tuning
 from pallas_flash.tiled.blockwise.slices import Block
 
 Z = Sizes(T=23, S=29, N=1, K=1, H=1, Hv=1)
@@ -36,8 +36,8 @@ def test_blockwise_knows_which_blocks_all_rows_see_and_of_which_each_row_sees_a_
         key <= position + (np.inf if right is None else right)
     )
     tiles = Tiles(min(block_q, Z.T), min(block_k, Z.S), None, "float32")
-    one = key_blocks.find_band(problem, tiles.block_q, tiles.block_k)
-    known, starts = key_blocks.static_key_blocks(problem, tiles), range(0, Z.T, block_q)
+    one = mask.find_band(problem, tiles.block_q, tiles.block_k)
+    known, starts = mask.static_key_blocks(problem, tiles), range(0, Z.T, block_q)
     assert (one is None) == (known is not None)
     if one is not None:
         starts = [min(i, Z.T - block_q) for i in starts]
@@ -62,8 +62,8 @@ def test_blockwise_needs_no_loop_over_blocks_where_lengths_hide_some_of_few_keys
     )
     problem = explain(q, k, k, key_value_seq_lengths=jax.ShapeDtypeStruct((2,), jnp.int32)).problem
     tiles = blockwise.tiles(problem)
-    known = key_blocks.static_key_blocks(problem, tiles)
-    one = key_blocks.find_band(problem, tiles.block_q, tiles.block_k)
+    known = mask.static_key_blocks(problem, tiles)
+    one = mask.find_band(problem, tiles.block_q, tiles.block_k)
     assert one.width == S if known is None else all(len(keys) == 1 for keys in known)
 
 
@@ -79,11 +79,11 @@ ALIKE = [  # T, S, K, mask
 @pytest.fixture
 def loops_over_few_blocks(monkeypatch):
     monkeypatch.setattr(tuning, "UNROLLED", 1)
-    monkeypatch.setattr(key_blocks, "UNROLLED", 1)
+    monkeypatch.setattr(mask, "UNROLLED", 1)
     monkeypatch.setattr(tuning, "_remembered", tuning._choose)
-    key_blocks.find_band.cache_clear()
+    mask.find_band.cache_clear()
     yield
-    key_blocks.find_band.cache_clear()
+    mask.find_band.cache_clear()
 
 
 @pytest.mark.parametrize("T, S, K, kw", ALIKE)
@@ -96,7 +96,7 @@ def test_query_blocks_that_see_equally_many_keys_are_one_loop_and_exact(
     bias = jnp.asarray(rng.standard_normal((1, 2, 1, S)), dtype) if dtype == "float32" else None
     found = explain(q, k, v, bias, implementation="blockwise", **kw)
     assert (
-        key_blocks.find_band(found.problem, found.tiles.block_q, found.tiles.block_k).width
+        mask.find_band(found.problem, found.tiles.block_q, found.tiles.block_k).width
         == found.tiles.block_k
         < S
     )

@@ -21,10 +21,10 @@ from selection import whole_but
 from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
 from pallas_flash.flax import FlashAttention, attention_fn
-from pallas_flash.jax_support import xla_flags
+from pallas_flash.jax_support import options
 from pallas_flash.problem import arguments
 
-OPS, NO_OTHERS = (f"--{flag}" for flag in xla_flags.DETERMINISM)
+OPS, NO_OTHERS = (f"--{flag}" for flag in options.DETERMINISM)
 READ = {  # XLA_FLAGS, and the flag that asks for determinism
     "": None,
     "--xla_gpu_autotune_level=0": None,
@@ -47,16 +47,16 @@ READ = {  # XLA_FLAGS, and the flag that asks for determinism
 @pytest.mark.parametrize("text", READ)
 def test_the_flags_may_be_in_the_environment_or_in_a_file(text, monkeypatch, tmp_path):
     monkeypatch.setenv("XLA_FLAGS", text)
-    assert xla_flags.determinism() == READ[text]
+    assert options.determinism() == READ[text]
     file = tmp_path / "flags"
     file.write_text(text)
     monkeypatch.setenv("XLA_FLAGS", str(file))
-    assert xla_flags.determinism() == READ[text]
+    assert options.determinism() == READ[text]
 
 
 def test_a_file_of_flags_that_is_not_there_is_none(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "/no/such/file")
-    assert xla_flags.determinism() is None
+    assert options.determinism() is None
 
 
 # ---- what a call is resolved to ----
@@ -110,7 +110,7 @@ def test_none_is_what_xla_was_told_in_the_function_the_hook_and_the_layer(text, 
         check=True,
     )
     dumped = next(tmp_path.glob("*.debug_options")).read_text()
-    of_xla = [flag for flag in xla_flags.DETERMINISM if re.search(rf"^{flag}: true$", dumped, re.M)]
+    of_xla = [flag for flag in options.DETERMINISM if re.search(rf"^{flag}: true$", dumped, re.M)]
     assert [f"--{flag}" for flag in of_xla] == [READ[text]] * (READ[text] is not None)
     assert json.loads(run.stdout) == dict.fromkeys(CALLS, READ[text] is not None)
 

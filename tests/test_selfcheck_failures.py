@@ -302,12 +302,12 @@ address, me = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 2, me)
 
 import fakes
-from pallas_flash.choose.selfcheck import peers
+from pallas_flash.choose.selfcheck import records
 from test_selfcheck_failures import JOBS
 
 for name, found in JOBS.items():
     try:
-        print(name, peers.agree(name, fakes.GPU, found[me]))
+        print(name, records.agree(name, fakes.GPU, found[me]))
     except RuntimeError as error:
         print(name, error)
 """

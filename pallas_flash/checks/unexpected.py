@@ -1,15 +1,22 @@
 """What a call is told whose arguments do not fit the callable: which one was meant, which are
-missing, or which need their names."""
+missing, or which need their names. Tracebacks end at the user's line, without frames of the
+package: as JAX hides its own, unless JAX_TRACEBACK_FILTERING is "off"."""
 
 import difflib
 import functools
 import inspect
+import os
+import pathlib
 import re
+import traceback
+import types
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar
 
-from pallas_flash.checks import tracebacks
+import jax
+
 from pallas_flash.checks.names import BY_CALLABLE, FLAX, NEEDLESS, OURS, TOO_MANY, Hints
+from pallas_flash.jax_support import jax_internals
 
 F = TypeVar("F", bound=Callable)
 FEW = 9  # arguments of a callable, which an error lists
@@ -71,7 +78,7 @@ def refused(f: F) -> F:
                 text = str(error)
             _explain(f, args, kwargs, text)
         except Exception as error:
-            tracebacks.hide_frames(error)
+            hide_frames(error)
             raise
 
     return checked  # type: ignore[return-value]
@@ -113,3 +120,19 @@ def _explain(f: Callable, args: tuple, kwargs: Mapping[str, Any], text: str) -> 
 def _name(f: Callable) -> str:
     """The name by which a user calls it."""
     return f.__qualname__.removesuffix(".__init__")
+
+
+PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
+# where an error passes through jax.jit or another function of jax
+jax_internals.hide_frames(PACKAGE)
+
+
+def hide_frames(error: Exception):
+    """Removes the package's frames from the traceback of an error that leaves it."""
+    if jax.config.jax_traceback_filtering == "off":
+        return
+    shown = None
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            shown = types.TracebackType(shown, frame, frame.f_lasti, line)
+    error.__traceback__ = shown

@@ -15,7 +15,7 @@ from pallas_flash.masks import block_types
 from pallas_flash.masks.key_lists import ListTable
 from pallas_flash.masks.mask import And, Mask, MaskMod, Not, Or, conjuncts, split
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.mods.mask_mod import BoundMaskMod
+from pallas_flash.mods.bound import BoundMaskMod
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
 
 BLOCK = 64  # queries and keys of a block of lists whose type is told

@@ -18,7 +18,7 @@ from pallas_flash.checks import unexpected
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.mods.mask_mod import trace_mask_mod
+from pallas_flash.mods.bound import trace_mask_mod
 from pallas_flash.mods.traced import TracedMod
 
 

@@ -22,7 +22,7 @@ from pallas_flash.masks.mask import (
 )
 from pallas_flash.masks.resolved_lists import LEAST_TABLE, ResolvedLists
 from pallas_flash.masks.resolved_mask import REACH, ResolvedMask, clip
-from pallas_flash.mods.mask_mod import BoundMaskMod
+from pallas_flash.mods.bound import BoundMaskMod
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.mods import captured, derivatives, hoisted, programs
+from pallas_flash.mods import captured, derivatives, programs
 from pallas_flash.mods.derivatives import any_mesh as any_mesh
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
@@ -210,7 +210,7 @@ def _traced(function, *shapes):
     written, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
     # jitted functions are inlined, with the arrays that they close over
     closed = jax.make_jaxpr(lambda *scalars: captured.call(written, scalars))(*shapes)
-    program, arrays, tables = hoisted.hoist(closed, shapes)
+    program, arrays, tables = captured.hoist(closed, shapes)
     return derivatives.close(program), arrays, tables, out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.checks.sizes import HEADS_FIRST, Sizes
-from pallas_flash.jax_support import xla_flags
+from pallas_flash.jax_support import options
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.call import Call
@@ -205,7 +205,7 @@ def normalise(call: Call) -> tuple[Problem, Operands]:
     score = None if call.score_mod is None else bind_score_mod(sizes, call, query.dtype)
     deterministic = call.deterministic
     if deterministic is None:
-        deterministic = xla_flags.determinism() is not None
+        deterministic = options.determinism() is not None
     operands = Operands(
         query=_times(flat(query), factors, resolved_mask),
         key=flat(key),

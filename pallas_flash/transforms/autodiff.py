@@ -26,7 +26,7 @@ from pallas_flash.tiled import blockwise, online_softmax
 from pallas_flash.tiled.blockwise.implementation import BLOCKWISE
 from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale, SoftmaxState
 from pallas_flash.transforms import derivative_modes, equation
-from pallas_flash.transforms.linear_maps import LinearMap, floats
+from pallas_flash.transforms.equation import LinearMap, floats
 
 
 class Residuals(NamedTuple):

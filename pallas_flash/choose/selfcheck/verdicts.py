@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose.selfcheck import comparison, outcome, peers, records, small_problems
+from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware, options
@@ -150,7 +150,7 @@ def _verdict(
         )
         if is_new:
             verdict = _recorded(*key) or _run_check(implementation, problem, entry, *key)
-            peers.agree(*key, verdict)
+            records.agree(*key, verdict)
             _known[key] = verdict
         return _known[key], is_new
 

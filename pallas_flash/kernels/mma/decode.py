@@ -28,7 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import listed_keys, sliced_k, tile
-from pallas_flash.kernels.mma.key_blocks import KeyBlocks
+from pallas_flash.kernels.mma.gather import KeyBlocks
 from pallas_flash.kernels.mma.listed_keys import ListTable
 from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (

@@ -31,8 +31,8 @@ from pallas_flash.tiled.blockwise.heads import (
     from_heads,
     take_columns,
 )
+from pallas_flash.tiled.blockwise.logits import dot, dot_over_rows, dot_t, transpose
 from pallas_flash.tiled.blockwise.mask import with_block_mask
-from pallas_flash.tiled.blockwise.matmul import dot, dot_over_rows, dot_t, transpose
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
 from pallas_flash.tiled.blockwise.tuning import (
     Tiles,

@@ -24,8 +24,8 @@ from pallas_flash.checks import sums
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise import softmax
 from pallas_flash.tiled.blockwise.heads import HeadSlice, by_head, each_heads, from_heads, take_rows
+from pallas_flash.tiled.blockwise.logits import dot, dot_t
 from pallas_flash.tiled.blockwise.mask import dense_tiles, with_block_mask
-from pallas_flash.tiled.blockwise.matmul import dot, dot_t
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.online_softmax import RowScale

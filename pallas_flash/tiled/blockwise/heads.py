@@ -11,9 +11,8 @@ from jax import lax
 from pallas_flash.jax_support import xla_cpu
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.blockwise.key_blocks import KeyBlock, find_band, static_key_blocks
 from pallas_flash.tiled.blockwise.logits import Logits
-from pallas_flash.tiled.blockwise.mask import TileMask
+from pallas_flash.tiled.blockwise.mask import KeyBlock, TileMask, find_band, static_key_blocks
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, block_at
 from pallas_flash.tiled.blockwise.tuning import Tiles, serialize, unrolled
 

@@ -1,5 +1,5 @@
-"""The logits of a block, q k^T with scale, bias, soft cap and score_mod, and their derivative; and
-dropout of the weights."""
+"""The logits of a block, q k^T with scale, bias, soft cap and score_mod, and their derivative;
+dropout of the weights; and products in the orders that a CPU's library multiplies fast."""
 
 import enum
 from typing import NamedTuple
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import dropout
+from pallas_flash.checks import sums
 from pallas_flash.mods.score_mod import BoundScoreMod
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise.mask import dense_tile, dense_tiles
-from pallas_flash.tiled.blockwise.matmul import dot_t
 from pallas_flash.tiled.blockwise.mods import of_heads, pairs
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange
 from pallas_flash.tiled.blockwise.tuning import Tiles, scale_can_come_last
@@ -154,3 +154,34 @@ class Logits(NamedTuple):
         broadcast = [axis for axis, n in enumerate(dbias.shape) if n == 1]
         tile = jnp.sum(ds, axis=broadcast, keepdims=True)
         return rows.put(dbias, keys.add(rows.take(dbias, 3), tile, 4), 3)
+
+
+def dot(a, b, dtype=None):
+    """[B, K, m, n] [B, K, n, h] -> [B, K, m, h], by default in the dtype of sums"""
+    return _matmul(a, b, 2, dtype)
+
+
+def dot_t(a, b):
+    """[B, K, m, h] [B, K, n, h] -> [B, K, m, n]"""
+    return _matmul(a, b, 3)
+
+
+def dot_over_rows(x, x_t, weights):
+    """The sums [B, K, h, keys] of rows x [B, K, rows, h] with weights [B, K, rows, keys]. They take
+    x_t, which is x transposed; where it is None they transpose the weights."""
+    if x_t is not None:
+        return dot(x_t, weights)
+    return jnp.swapaxes(dot(lax.optimization_barrier(jnp.swapaxes(weights, 2, 3)), x), 2, 3)
+
+
+def transpose(x):
+    """[.., m, n] -> [.., n, m], after x is in memory: else XLA computes both in one loop, whose
+    reads lie far apart and are slow."""
+    return jnp.swapaxes(lax.optimization_barrier(x), -1, -2)
+
+
+def _matmul(a, b, axis: int, dtype=None):
+    dims = (((3,), (axis,)), ((0, 1), (0, 1)))
+    return lax.dot_general(
+        a, b, dims, precision="highest", preferred_element_type=dtype or sums(a.dtype)
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_flash.jax_support import hardware, xla_cpu
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
-from pallas_flash.tiled.blockwise.key_blocks import (
+from pallas_flash.tiled.blockwise.mask import (
     EXTRA,
     UNROLLED,
     count_scores,
