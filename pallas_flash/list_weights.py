@@ -96,7 +96,7 @@ def listed_weights(
     lse = _lse(lse, jnp.shape(call.query))
     call = ListedWeightsCall(**call.arguments(), lse=lse)
     with hardware.at(call.arguments().values()):
-        weights, *_ = dispatch.map_over_mesh(_attend, call)
+        weights, *_ = dispatch.map_over_mesh(_listed_weights, call)
     if weights.shape[-2] != indices.shape[-2]:  # each device had some of the heads of one list
         weights = jnp.sum(weights, -2, keepdims=True)
     _refuse_lse_of_other_keys(lse, weights)
@@ -141,7 +141,7 @@ def _refuse_lse_of_other_keys(lse, weights):
         )
 
 
-def _attend(call: ListedWeightsCall):
+def _listed_weights(call: ListedWeightsCall):
     """The weights [*B, T, L, n * block] of a device's part of the call, in place of the output and
     the two arrays by row that dispatch.map_over_mesh expects."""
     problem, x = arguments.normalise(call)
@@ -149,7 +149,7 @@ def _attend(call: ListedWeightsCall):
     lse = call.lse.reshape(problem.batch, problem.queries, problem.heads)
     arrays = lax.stop_gradient((x, lse.astype(wide := checks.sums(problem.dtype))))
     if no_empty_axis(problem) is None:
-        weights = _weights(problem, tuning.tiles(problem, BY_QUERY), *arrays)
+        weights = _jitted_weights(problem, tuning.tiles(problem, BY_QUERY), *arrays)
     else:
         lists = problem.resolved_mask.lists
         _, L, _, n = lists.entries.shape
@@ -160,6 +160,6 @@ def _attend(call: ListedWeightsCall):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _weights(problem: Problem, tiles: Tiles, x: Operands, lse):
+def _jitted_weights(problem: Problem, tiles: Tiles, x: Operands, lse):
     weights = gathered.listed_weights(problem, tiles, x, jnp.swapaxes(lse, 1, 2))
     return jnp.swapaxes(weights, 1, 2)

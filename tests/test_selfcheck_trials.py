@@ -14,7 +14,7 @@ from selection import whole_but
 
 from pallas_flash import explain, masks, paged_cache
 from pallas_flash.accounting import GPUS
-from pallas_flash.caches import page_kernels
+from pallas_flash.caches import attend as paged_attend
 from pallas_flash.choose import implementations as table
 from pallas_flash.choose.selfcheck import comparison, small_problems, trial, verdicts
 from pallas_flash.jax_support import hardware
@@ -306,16 +306,16 @@ PAGES = [
 )
 def test_kernels_that_read_pages_are_checked_by_themselves(pages, monkeypatch):
     problem = problem_of(dtype="bfloat16", lengths=(1, 4096))
-    blockwise, entry = table.find("blockwise"), page_kernels.entry_point(pages)
+    blockwise, entry = table.find("blockwise"), paged_attend.entry_point(pages)
     scheme = verdicts.variant_of(blockwise, problem, entry).scheme
     assert scheme == f"deterministic, decoding, {entry.name}"
     sizes = fakes.TINY | dict(queries=3, keys=320, sinks=True)
     right = comparison.check(blockwise, problem, [sizes], entry)()
     assert right.errors.keys() == {"o", "lse"} and right.wrong is None
-    attend = page_kernels.attend
+    attend = paged_attend.attend_in_place
     monkeypatch.setattr(
-        page_kernels,
-        "attend",
+        paged_attend,
+        "attend_in_place",
         lambda p, pages, name, x, numbers, s: attend(p, pages, name, x, numbers + 1, s),
     )
     assert "o is off by" in comparison.check(blockwise, problem, [sizes], entry)().wrong
