@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 IntLike = Any  # an int, or an int32 array
+NO_DATA = int, type(None)
 
 
 @dataclass_transform(frozen_default=True)
@@ -25,18 +26,13 @@ def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
     shown = [x for x in given.parameters.values() if x.kind != x.KEYWORD_ONLY]
     setattr(cls.__init__, "__signature__", given.replace(parameters=shown))  # noqa: B010, types know none
 
-    no_data = (None,) * len(names)
-
     def flatten(x):
-        values, leaves = [getattr(x, name) for name in names], vars(x).get("_leaves", ())
-        if not leaves and not any(map(is_data, values)):
-            return no_data, tuple(values)
-        is_leaf = [
-            name in leaves or (is_data(value) and name not in static)
-            for name, value in zip(names, values, strict=True)
-        ]
-        data = [value if leaf else None for value, leaf in zip(values, is_leaf, strict=True)]
-        structure = (None if leaf else x for x, leaf in zip(values, is_leaf, strict=True))
+        data, structure, leaves = [], [], vars(x).get("_leaves", ())
+        for name in names:
+            value = getattr(x, name)
+            is_leaf = name in leaves or (not isinstance(value, NO_DATA) and name not in static)
+            data.append(value if is_leaf else None)
+            structure.append(None if is_leaf else value)
         return data, tuple(structure)
 
     def unflatten(structure, data):
@@ -70,7 +66,7 @@ def shown(tree):
 
 def is_data(value) -> bool:
     """Whether a field is a leaf of its pytree."""
-    return value is not None and not isinstance(value, int)
+    return not isinstance(value, NO_DATA)
 
 
 def larger(a: IntLike, b: IntLike) -> IntLike:
