@@ -59,7 +59,8 @@ def gpu() -> jax.Device | None:
 def at(values: Iterable) -> contextlib.AbstractContextManager:
     """A context in which the default device is the one that arrays among the values are committed
     to."""
-    devices, default = next(filter(None, map(_committed, values)), ()), _default()
+    arrays = [x for x in values if isinstance(x, jax.Array)]
+    devices, default = next(filter(None, map(_committed, arrays)), ()), _default()
     # CPUs are alike
     if not devices or default in devices or devices[0].platform == default.platform == "cpu":
         return contextlib.nullcontext()
@@ -77,8 +78,6 @@ def on_cpu() -> contextlib.AbstractContextManager:
 def _committed(x) -> list[jax.Device]:
     """The devices that an array is committed to; within jit the type of an array on a mesh names
     them."""
-    if not isinstance(x, jax.Array):
-        return []
     known = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
     if known is None:
         named = jax.typeof(x).sharding.mesh.abstract_device
