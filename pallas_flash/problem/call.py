@@ -1,6 +1,7 @@
 """A call: the arguments of `flash_attention` as one object, each with its axes and its check."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
@@ -58,10 +59,11 @@ def _ints(name: str, x):
     return x if x is None or checks.is_int(x) else checks.ints(name, x)
 
 
-def kinds(call) -> dict[str, Static | Data]:
-    """The kind of each argument of a call, or of its class: static with its check, or data with its
+@functools.cache
+def kinds(cls) -> dict[str, Static | Data]:
+    """The kind of each argument of a class of calls: static with its check, or data with its
     axes."""
-    return {field.name: field.type.__metadata__[0] for field in dataclasses.fields(call)}
+    return {field.name: field.type.__metadata__[0] for field in dataclasses.fields(cls)}
 
 
 def _register(cls):
@@ -109,7 +111,7 @@ class Call:
     resolved_mask: Annotated[Any, Data()] = None
 
     def __post_init__(self):
-        for name, kind in kinds(self).items():
+        for name, kind in kinds(type(self)).items():
             x = getattr(self, name)
             if isinstance(kind, Static):
                 x = kind.check(name, x)
@@ -118,7 +120,7 @@ class Call:
             object.__setattr__(self, name, x)
 
     def arguments(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return dict(vars(self))
 
     def axes(self, name: str) -> str:
         """A letter for each axis of an argument that is data."""
@@ -131,7 +133,7 @@ class Call:
         """The call with lists as arrays, and integers as int32: jax would truncate wider ones."""
         new = {
             name: kind.canonicalize(name, getattr(self, name))
-            for name, kind in kinds(self).items()
+            for name, kind in kinds(type(self)).items()
             if isinstance(kind, Data) and kind.canonicalize
         }
         ids = ("query_segment_ids", "key_value_segment_ids")
