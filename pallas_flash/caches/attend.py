@@ -33,7 +33,7 @@ def attend(call: PagedCall):
     arrays = {
         name: x
         for name, x in call.arguments().items()
-        if checks.is_array(x) or isinstance(x, BoundScoreMod | KeyLists)
+        if x is not None and (checks.is_array(x) or isinstance(x, BoundScoreMod | KeyLists))
     }
     return _attend_jit(call.replace(context=None, **dict.fromkeys(arrays)), arrays)
 

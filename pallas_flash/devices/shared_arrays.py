@@ -70,7 +70,7 @@ def collect_arrays(call: Call) -> dict[tuple, Any]:
     if isinstance(score := call.score_mod, BoundScoreMod):
         arrays |= {("score_mod", name): getattr(score, name) for name in SCORE_AXES}
         arrays |= {("score_mod", n): x for n, x in enumerate(score.arrays)}
-    return {path: x for path, x in arrays.items() if is_data(x)}
+    return {path: x for path, x in arrays.items() if x is not None and is_data(x)}
 
 
 def _mask_parts(call: Call) -> list[masks.Mask]:
