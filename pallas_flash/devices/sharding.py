@@ -162,17 +162,11 @@ def find_row_axes(call: Call):
         for name in ("query", "key", "value")
         if isinstance(x := getattr(call, name), jax.Array)
     ]
-    taken = {
-        name for spec in specs[:1] for axis in (*spec[:-3], *spec[-2:]) for name in axis_names(axis)
-    }
-    return next(
-        (
-            spec[-3]
-            for spec in specs
-            if len(spec) > 2 and axis_names(spec[-3]) and not taken & set(axis_names(spec[-3]))
-        ),
-        None,
-    )
+    along = [spec[-3] for spec in specs if len(spec) > 2 and spec[-3]]
+    if not along:
+        return None
+    taken = {name for axis in (*specs[0][:-3], *specs[0][-2:]) for name in axis_names(axis)}
+    return next((axis for axis in along if taken.isdisjoint(axis_names(axis))), None)
 
 
 def _check(name, x, rows, mesh):
@@ -197,19 +191,20 @@ def _find_mesh_axes(arrays, call, mesh, rows) -> list:
     """The axes of the mesh that each leading axis and, last, the heads lie on: the query's, else
     another array's."""
     lead = arrays["query",].ndim - 3
-    axes = [None] * (lead + 1)
+    axes, taken = [None] * (lead + 1), {*axis_names(rows)}
     K = arrays["key",] if ("key",) in arrays else arrays["k_pages",]
 
     def is_free(i, axis):
-        taken = {name for other in (*axes, rows) for name in axis_names(other)}
-        return i is not None and i <= lead and axes[i] is None and not taken & {*axis_names(axis)}
+        is_whole = i is not None and i <= lead and axes[i] is None
+        return is_whole and taken.isdisjoint(axis_names(axis))
 
     for path, x in arrays.items():
         indices = _axis_indices(array_axes(path, call), x.ndim, lead)
         for i, axis in zip(indices, jax.typeof(x).sharding.spec, strict=True):
             fits = path == ("query",) or i != lead or _fits(K.shape[-2], axis, mesh)
-            if fits and is_free(i, axis):
+            if axis is not None and fits and is_free(i, axis):
                 axes[i] = axis
+                taken.update(axis_names(axis))
     return axes
 
 
@@ -255,6 +250,7 @@ def is_on_auto_mesh(operands) -> bool:
     return kinds == {AxisType.Auto} and any(mesh.size > 1 for mesh in meshes)
 
 
+@functools.lru_cache
 def device_count(axis, mesh) -> int:
     return math.prod(mesh.shape[name] for name in axis_names(axis))
 
