@@ -83,6 +83,8 @@ def _is_text(x) -> bool:
 
 def array(name: str, x, or_what: str = ""):
     """x as a jax array; lists and numbers too, as jax takes them."""
+    if isinstance(x, jax.Array):
+        return x
     like_array(name, x, or_what)
     if not getattr(getattr(x, "dtype", None), "isnative", True):
         raise TypeError(
