@@ -27,8 +27,8 @@ def requested(implementation: str | None = None) -> str | None:
     """The implementation that a call names, or else PALLAS_FLASH_IMPLEMENTATION."""
     if not isinstance(implementation, str | None) or implementation not in (None, *JAX_NN_NAMES):
         return implementation
-    name, names = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None, implementations.names()
-    if name not in (None, *names):
+    name = os.environ.get("PALLAS_FLASH_IMPLEMENTATION") or None
+    if name is not None and name not in (names := implementations.names()):
         raise ValueError(
             f"PALLAS_FLASH_IMPLEMENTATION must be unset or one of {', '.join(names)}; got {name!r}."
         )
