@@ -56,6 +56,8 @@ def axis_to_map(call: Call) -> int | None:
     forbids it."""
     lead = getattr(call.query, "shape", ())[:-3]
     each = [_broadcasts(getattr(call, name), lead) for name in ("bias", "mask")]
+    if not any(each):
+        return None
     axes = [axis for axis, n in enumerate(lead) if n != 1]
 
     def fits(mapped):
