@@ -319,8 +319,8 @@ class FlashAttention(nnx.Module):
         query, key, value = self.query(inputs_q), self.key(inputs_k), self.value(inputs_v)
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotary.rotate(self.rope, x, positions) for x in (query, key))
-        return query, key, value
+        rotate = functools.partial(rotary.rotate, self.rope, positions=positions)
+        return rotate(query), rotate(key), value
 
     def _out(self, o):
         """The last projection. Where explicit axes of a mesh shard the heads, each device gets the

@@ -259,7 +259,7 @@ def visible(sizes: Sizes, call: Call) -> ResolvedMask:
     if call.key_value_seq_lengths is not None:
         lengths = sizes.ints("key_value_seq_lengths", call.key_value_seq_lengths, "B")
         parts.append(masks.KeyLengths(lengths))
-    B, T, S = (sizes.of[c] for c in "BTS")
+    B, T, S = map(sizes.of.get, "BTS")
     parts += _documents(sizes, call.query_segment_ids, call.key_value_segment_ids, T == S)
     parts += _mask_parts(sizes, call)
     return masks.resolve(parts, B, T, S, sizes.offset(call.query_offset))
