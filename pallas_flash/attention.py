@@ -274,9 +274,32 @@ def flash_attention(
       >>> o.shape, lse.shape
       ((2, 100, 8, 64), (2, 100, 8))
     """
-    call = dict(locals())
-    return_residual = call.pop("return_residual")
-    call, return_residual = Call(**call), checks.flag("return_residual", return_residual)
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_max_logits=return_max_logits,
+        query_offset=query_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        deterministic=deterministic,
+        context=context,
+        score_mod=score_mod,
+        value_size=value_size,
+    )
+    return_residual = checks.flag("return_residual", return_residual)
     with hardware.at(call.arguments().values()):
         return dispatch.results(return_residual, *dispatch.map_over_mesh(dispatch.attend, call))
 

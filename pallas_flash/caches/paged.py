@@ -223,9 +223,30 @@ def paged_attention(
       >>> paged_attention(query, *pages, pool.lengths).shape  # or pool.attend(query)
       (2, 1, 8, 16)
     """
-    call = dict(locals())
-    return_residual = checks.flag("return_residual", call.pop("return_residual"))
-    call = checked_call(**call)
+    return_residual = checks.flag("return_residual", return_residual)
+    call = PagedCall(
+        query=query,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        lengths=lengths,
+        query_seq_lengths=query_seq_lengths,
+        query_offset=query_offset,
+        cu_seqlens_q=cu_seqlens_q,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        k_scales=k_scales,
+        v_scales=v_scales,
+        score_mod=score_mod,
+        value_size=value_size,
+        implementation=implementation,
+        return_max_logits=return_max_logits,
+    )
+    call = checked(call)
     mesh, score_mod = sharding.find_mesh(call), call.score_mod
     if mesh is not None and score_mod is not None:
         call = call.replace(
@@ -243,61 +264,43 @@ def bind_call(*args, **kwargs) -> PagedCall:
     """The call of paged_attention with these arguments."""
     bound = unexpected.bind(paged_attention, args, kwargs)
     bound.apply_defaults()
-    checks.flag("return_residual", bound.arguments["return_residual"])
-    return checked_call(**{n: x for n, x in bound.arguments.items() if n != "return_residual"})
+    checks.flag("return_residual", bound.arguments.pop("return_residual"))
+    return checked(PagedCall(**bound.arguments))
 
 
-def checked_call(
-    *,
-    query,
-    k_pages,
-    v_pages,
-    page_table,
-    lengths,
-    cu_seqlens_q,
-    mask,
-    query_seq_lengths,
-    query_offset,
-    k_scales,
-    v_scales,
-    scale,
-    sinks,
-    score_mod,
-    value_size,
-    **options,
-) -> PagedCall:
-    """The call of these arguments. Raises where they do not fit."""
-    query, k_pages = checks.array("query", query), checks.array("k_pages", k_pages)
-    if not checks.values_are_keys(
-        checks.value_size("value_size", value_size), k_pages, v_pages, ("k_pages", "v_pages")
-    ):
+def checked(call: PagedCall) -> PagedCall:
+    """The call with its arguments as arrays. Raises where they do not fit."""
+    query, k_pages = checks.array("query", call.query), checks.array("k_pages", call.k_pages)
+    v_pages, names = call.v_pages, ("k_pages", "v_pages")
+    if not checks.values_are_keys(call.value_size, k_pages, v_pages, names):
         v_pages = checks.array("v_pages", v_pages)
-    table, lengths = checks.ints("page_table", page_table), checks.ints("lengths", lengths)
-    starts = None if cu_seqlens_q is None else checks.ints("cu_seqlens_q", cu_seqlens_q)
+    table = checks.ints("page_table", call.page_table)
+    lengths, starts = checks.ints("lengths", call.lengths), call.cu_seqlens_q
+    starts = None if starts is None else checks.ints("cu_seqlens_q", starts)
     _check(query, k_pages, v_pages, table, lengths, starts)
     if starts is not None:
         checks.ends("cu_seqlens_q", starts, len(query), first=None)
-    scales = dict(k_scales=k_scales, v_scales=v_scales)
+    scales = dict(k_scales=call.k_scales, v_scales=call.v_scales)
     scales = {name: None if x is None else checks.array(name, x) for name, x in scales.items()}
     quantised.check(query.dtype, k_pages, v_pages, **scales)
-    sinks = None if sinks is None else checks.array("sinks", sinks)
-    number, factors = checks.scale(scale, query.shape[-1] ** -0.5, query.shape[-2])
-    if starts is not None and query_seq_lengths is not None:
+    sinks = None if call.sinks is None else checks.array("sinks", call.sinks)
+    number, factors = checks.scale(call.scale, query.shape[-1] ** -0.5, query.shape[-2])
+    if starts is not None and call.query_seq_lengths is not None:
         raise ValueError(
             "query_seq_lengths cannot go with cu_seqlens_q, which says how many tokens each row "
             "has."
         )
-    rows = dict(query_seq_lengths=query_seq_lengths, query_offset=query_offset)
+    rows = dict(query_seq_lengths=call.query_seq_lengths, query_offset=call.query_offset)
     rows = {name: _by_row(name, x, lengths.shape) for name, x in rows.items()}
-    sizes = PagedCall.layout.sizes(k_pages.shape)
-    keys = len(table), table.shape[1] * sizes["C"]
+    sizes, score_mod = PagedCall.layout.sizes(k_pages.shape), call.score_mod
     if score_mod is not None:
+        keys = len(table), table.shape[1] * sizes["C"]
         score_mod = BoundScoreMod.bind(
             scores.fitting(score_mod, query.shape[-2], keys), checks.sums(query.dtype)
         )
-    call = PagedCall(
+    call = call.replace(
         query=query,
-        mask=None if mask is None else _lists(mask, query.shape, sizes["K"]),
+        mask=None if call.mask is None else _lists(call.mask, query.shape, sizes["K"]),
         k_pages=k_pages,
         v_pages=v_pages,
         page_table=table,
@@ -306,10 +309,8 @@ def checked_call(
         scale=number if factors is None else factors,
         sinks=sinks,
         score_mod=score_mod,
-        value_size=value_size,
         **rows,
         **scales,
-        **options,
     )
     tables.check(call)
     return call
