@@ -19,7 +19,7 @@ def check(call: PagedCall):
                 f"lengths must be at most {pages * page}, the keys of the {pages} pages that "
                 f"page_table {call.page_table.shape} has for a row; got {lengths[b]} in row {b}."
             )
-    are_known = lambda *numbers: all(x is None or checks.is_constant(x) for x in numbers)
+    are_known = lambda *numbers: all(checks.is_constant(x) for x in numbers if x is not None)
     of_queries = call.lengths, call.query_offset, call.query_seq_lengths, call.cu_seqlens_q
     if not are_known(*of_queries):
         return
