@@ -17,8 +17,7 @@ from pallas_flash.dropout import Shared
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
-from pallas_flash.problem.call import Call
-from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import Call, Implementation, ScoreMod, in_lines
 
 _Query = Float[AnyArray, "*B T N H"]
 _Key = Float[AnyArray, "*B S K H"]

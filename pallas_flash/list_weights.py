@@ -19,9 +19,8 @@ from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands, Problem
-from pallas_flash.problem.call import ListedWeightsCall
+from pallas_flash.problem.call import ListedWeightsCall, in_lines
 from pallas_flash.problem.implementation import no_empty_axis
-from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
 from pallas_flash.tiled.lists import gathered

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from pallas_flash import checks
 from pallas_flash.checks import AnyArray, unexpected
+from pallas_flash.problem.call import in_lines
 from pallas_flash.problem.log_base import LogBase
-from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.online_softmax import SoftmaxState, with_tangent_of
 

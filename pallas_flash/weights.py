@@ -18,8 +18,7 @@ from pallas_flash.choose import dispatch
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands
-from pallas_flash.problem.call import Call, WeightsCall
-from pallas_flash.problem.signatures import in_lines
+from pallas_flash.problem.call import Call, WeightsCall, in_lines
 from pallas_flash.tiled import reference
 
 

@@ -196,6 +196,9 @@ def choose(problem: Problem, pages: Pages, name: str | None, check=True) -> Impl
     return choice.implementation
 
 
+# ---- pages in place ----
+
+
 def attend_in_place(
     problem: Problem, pages: Pages, implementation: PageReader, x: Operands, numbers, scales
 ):

@@ -17,8 +17,7 @@ from pallas_flash.devices import sharding
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import KeyLists
 from pallas_flash.mods.score_mod import BoundScoreMod
-from pallas_flash.problem.call import PagedCall
-from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import Implementation, PagedCall, ScoreMod, in_lines
 from pallas_flash.tiled import quantised
 
 PAGE = 8  # a page is a multiple of so many keys

@@ -17,8 +17,8 @@ from pallas_flash.caches.paged import PAGE, Options, paged_attention
 from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.devices import sharding
 from pallas_flash.problem import arguments
+from pallas_flash.problem.call import in_lines
 from pallas_flash.problem.page_layout import PageLayout
-from pallas_flash.problem.signatures import in_lines
 from pallas_flash.tiled import quantised
 
 

@@ -16,7 +16,7 @@ from pallas_flash.attention import flash_attention
 from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.dropout import Shared
 from pallas_flash.masks import Mask
-from pallas_flash.problem.signatures import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import Implementation, ScoreMod, in_lines
 
 
 # every parameter has a name: linen passes on only what it finds in the signature

@@ -1,15 +1,33 @@
-"""A call: the arguments of `flash_attention` as one object, each with its axes and its check."""
+"""A call: the arguments of `flash_attention` as one object, each with its axes and its check; and
+the signature of a public function as help() shows it."""
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from pallas_flash import checks, masks
 from pallas_flash.problem.page_layout import PageLayout
+
+Implementation = Literal[
+    "hopper",
+    "blackwell",
+    "ampere",
+    "triton",
+    "blockwise",
+    "reference",
+    "flash1",
+    "standard",
+    "xla",
+    "cudnn",
+]
+# (score, b, h, q_idx, kv_idx) -> score
+ScoreMod = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 class Static(NamedTuple):
@@ -183,3 +201,34 @@ AXES: dict[str, str] = {
 def is_data(x) -> bool:
     """Whether an argument is a dynamic array: NumPy's scalars are static."""
     return isinstance(x, jax.Array) or (checks.is_array(x) and len(x.shape) > 0)
+
+
+class _InLines(inspect.Signature):
+    """A signature with a line for each parameter; its annotations are text."""
+
+    def __str__(self):
+        lines, is_named = [], False
+        for x in self.parameters.values():
+            if x.kind == x.KEYWORD_ONLY and not is_named:
+                lines, is_named = [*lines, "*"], True
+            name = f"**{x.name}" if x.kind == x.VAR_KEYWORD else x.name
+            annotation = "" if x.annotation is x.empty else f": {x.annotation}"
+            lines.append(
+                f"{name}{annotation}" + ("" if x.default is x.empty else f" = {x.default!r}")
+            )
+        returned = self.return_annotation
+        arrow = "" if returned is self.empty else f" -> {returned}"
+        return "(\n" + "".join(f"    {line},\n" for line in lines) + f"){arrow}"
+
+    def format(self, **_):  # what help() calls from Python 3.13 on
+        return str(self)
+
+
+def in_lines(f: Callable) -> None:
+    """Lets help() show the signature of a function with annotations from __future__ line by
+    line."""
+    signature = inspect.signature(f)
+    shown = _InLines(
+        list(signature.parameters.values()), return_annotation=signature.return_annotation
+    )
+    setattr(f, "__signature__", shown)  # noqa: B010, type checkers know no such attribute
