@@ -2,7 +2,6 @@
 row is gathered."""
 
 import functools
-import importlib
 import re
 import sys
 
@@ -20,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
-import pallas_flash
+import pallas_flash.transforms.partition
 from pallas_flash import flash_attention, masks
 from pallas_flash.jax_support import jax_internals
-from pallas_flash.transforms import callback_names
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -152,7 +150,7 @@ def test_a_program_is_the_same_each_time_and_another_with_another_mask(rng):
 
 
 def test_jax_still_names_what_is_called_back_by_its_address():
-    """When this fails jax names it by what it computes, and devices/callback_names.py may go."""
+    """When this fails jax names it by what it computes, and _rename_callback may go."""
 
     def lower():
         f = custom_partitioning(lambda x: x + 1)
@@ -206,6 +204,9 @@ def lose(monkeypatch):
             return find(module, of)
 
         monkeypatch.setattr(jax_internals, "find", find)
+        # which then is imported again
+        monkeypatch.delitem(sys.modules, "pallas_flash.transforms.partition")
+        monkeypatch.delattr(pallas_flash.transforms, "partition")
 
     return lose
 
@@ -217,10 +218,8 @@ def lose(monkeypatch):
         "jax._src.dispatch.prim_requires_devices_during_lowering",
     ],
 )
-def test_a_jax_that_cannot_do_it_gathers_and_says_so(name, rng, monkeypatch, lose):
+def test_a_jax_that_cannot_do_it_gathers_and_says_so(name, rng, lose):
     lose(name)
-    monkeypatch.delitem(sys.modules, "pallas_flash.transforms.partition", raising=False)
-    monkeypatch.delattr(pallas_flash.transforms, "partition", raising=False)
     x = qkv(rng, Z)
     with pytest.warns(UserWarning, match=f"they are gathered.* has no {name}") as told:
         gathering = jax.jit(lambda *x: attend(*x))(*on_mesh(SPEC, *x))
@@ -238,7 +237,6 @@ def test_a_jax_that_cannot_do_it_gathers_and_says_so(name, rng, monkeypatch, los
 )
 def test_a_jax_that_does_not_let_us_name_callbacks_names_them(name, rng, lose):
     lose(name)
-    importlib.reload(callback_names)
     x = qkv(rng, Z)
     lowered = jax.jit(lambda *x: attend(*x)).lower(*on_mesh(SPEC, *x))
     assert "flash_attention " not in lowered.as_text()

@@ -4,12 +4,20 @@ each device computes.
 Batch rows and heads may be sharded; every other axis is whole on each device. The partitioner says
 which axes of the mesh they lie on. Each device then runs the Problem of its rows and heads, and the
 gradients of an array that several devices hold are summed.
+
+jax.custom_partitioning names a function that the partitioner calls back by its address in memory.
+The name is in the program, so no compilation cache would find what another process compiled: it
+becomes the same each time that the program is made.
 """
 
+import contextlib
+import copyreg
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
+import re
 import string
 from typing import Any, NamedTuple
 
@@ -24,13 +32,18 @@ from pallas_flash.devices.shared_arrays import row_axes, with_indices
 from pallas_flash.jax_support import jax_internals
 from pallas_flash.jax_support.jax_internals import mlir
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
-from pallas_flash.transforms import callback_names, equation
+from pallas_flash.transforms import equation
 from pallas_flash.transforms.equation import Rules
 
 custom_partitioning, requires_devices = jax_internals.custom_partitioning()
 
 primitive = equation.primitive("flash_attention_partitioned")
 requires_devices.add(primitive)
+
+# A compiled program holds the callbacks of its compilation, which it needs no more, and
+# jax.experimental.serialize_executable would have to pickle them.
+with contextlib.suppress(ImportError):
+    copyreg.pickle(jax_internals.partitioning_callbacks()[1], lambda _: (object, ()))
 
 
 def may_spread(ctx) -> bool:
@@ -52,8 +65,25 @@ def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
     mods = [bound.mod.fingerprint for bound in bound_mods if bound is not None]
     if None not in mods:  # else jax's own name, by its address, stays
         computed = problem, kernel_pass.tiles, mods, spread.axes, kernel_pass.maps, jaxpr
-        callback_names.rename(ctx, results, *computed)
+        _rename_callback(ctx, results, *computed)
     return results
+
+
+def _rename_callback(ctx, results, *computed):
+    """Renames the callback of the operation with these results to a digest of the text of what it
+    computes, and where. A jax that does not allow it keeps its name, and caches miss."""
+    with contextlib.suppress(ImportError, AttributeError, LookupError, TypeError):
+        known, _, string_attr = jax_internals.partitioning_callbacks()
+        call = results[0].owner
+        callback = known[call.attributes["backend_config"].value.encode()]
+        devices = [device.id for device in callback.mesh.devices.flat]
+        platforms = jax_internals.target(ctx).platforms
+        text = str((*computed, callback.mesh, devices, platforms))
+        digest = hashlib.sha256(re.sub("0x[0-9a-f]+", "", text).encode()).hexdigest()
+        name = f"flash_attention {digest}"
+        attribute = string_attr.get(name)
+        ctx.module_context.add_keepalive(known.setdefault(name.encode(), callback))
+        call.attributes["backend_config"] = attribute
 
 
 class Partition(NamedTuple):
