@@ -1,13 +1,12 @@
-"""Facts of GPUs, and the time that work takes at their peak rates (a roofline).
+"""The bytes and operations of kernels, and the time that they take at a GPU's peak rates (a
+roofline)."""
 
-The facts are those of NVIDIA's datasheets, whitepapers and tuning guides.
-"""
-
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from pallas_flash.checks import unexpected
-from pallas_flash.jax_support.hardware import FAMILIES
+from pallas_flash.jax_support import gpus
 
 __all__ = ["GPU", "GPUS", "Cost", "name_of", "total"]
 
@@ -73,82 +72,13 @@ class GPU(NamedTuple):
         return sum(max(self.seconds(cost, dtype).values()) for cost in kernels.values())
 
 
-_A100 = GPU(
-    "NVIDIA A100-SXM4-80GB",
-    *FAMILIES["A100"][:2],
-    clock=1.41e9,
-    products=312e12,
-    float32=19.5e12,
-    bandwidth=2.039e12,
-    memory=80 << 30,
-    l2=40 << 20,
-    shared_memory=164 << 10,
-    registers=65536,
-)
-_H100 = GPU(
-    "NVIDIA H100 80GB HBM3",
-    *FAMILIES["H100"][:2],
-    clock=1.83e9,
-    products=989.4e12,
-    float32=66.9e12,
-    bandwidth=3.35e12,
-    memory=80 << 30,
-    l2=50 << 20,
-    shared_memory=228 << 10,
-    registers=65536,
-)
-# 16-bit products are summed in float32, as the kernels need it, at half of GeForce's peak
-_RTX_4090 = GPU(
-    "NVIDIA GeForce RTX 4090",
-    capability=(8, 9),
-    cores=128,
-    clock=2.52e9,
-    products=165.2e12,
-    float32=82.6e12,
-    bandwidth=1.008e12,
-    memory=24 << 30,
-    l2=72 << 20,
-    shared_memory=100 << 10,
-    registers=65536,
-)
-_RTX_5090 = GPU(
-    "NVIDIA GeForce RTX 5090",
-    capability=(12, 0),
-    cores=170,
-    clock=2.407e9,
-    products=209.5e12,
-    float32=104.8e12,
-    bandwidth=1.792e12,
-    memory=32 << 30,
-    l2=96 << 20,
-    shared_memory=100 << 10,
-    registers=65536,
-)
-# the clock is computed: a multiprocessor does 8192 FLOP a clock
-_B200 = GPU(
-    "NVIDIA B200",
-    *FAMILIES["B200"][:2],
-    clock=1.856e9,
-    products=2.25e15,
-    float32=75e12,
-    bandwidth=8e12,
-    memory=192 << 30,
-    l2=FAMILIES["B200"].l2 << 20,
-    shared_memory=228 << 10,
-    registers=65536,
-)
-GPUS = {
-    "A100-40GB": _A100._replace(kind="NVIDIA A100-SXM4-40GB", bandwidth=1.555e12, memory=40 << 30),
-    "A100-80GB": _A100,
-    "RTX-4090": _RTX_4090,
-    "RTX-5090": _RTX_5090,
-    "H100": _H100,
-    "H200": _H100._replace(kind="NVIDIA H200", bandwidth=4.8e12, memory=141 << 30),
-    "B200": _B200,
-    "B300": _B200._replace(
-        kind="NVIDIA B300", capability=(10, 3), memory=288 << 30, exponentials_per_clock=32
-    ),
-}
+def _gpu(kind: gpus.Kind) -> GPU:
+    capability, shared_kb = kind.architecture
+    sizes = dict(l2=kind.l2, shared_memory=shared_kb << 10, registers=65536)
+    return GPU(capability=capability, cores=kind.processors, **kind.rates._asdict(), **sizes)
+
+
+GPUS = {name: _gpu(kind) for name, kind in gpus.KINDS.items() if kind.rates}
 
 
 @unexpected.refused
@@ -156,4 +86,4 @@ def name_of(kind: str) -> str | None:
     """The key in GPUS of a device kind, a text as jax.Device.device_kind; None if it has none."""
     if not isinstance(kind, str):
         raise TypeError(f"kind must be a text, as device.device_kind; got {type(kind).__name__}.")
-    return next((name for name in GPUS if all(word in kind for word in name.split("-"))), None)
+    return next((name for name in GPUS if re.search(gpus.KINDS[name].pattern, kind)), None)

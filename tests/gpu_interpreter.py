@@ -30,7 +30,7 @@ from jax._src import core as jax_core
 
 from pallas_flash.caches import attend
 from pallas_flash.devices import sharding
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.transforms import autodiff, equation
 
@@ -137,7 +137,7 @@ def _with_tma(tma: bool, memory_of: float | None = None):
     """And the shared memory of a compute capability, where there is no GPU that says it."""
     if hardware.compute_capability():
         return contextlib.nullcontext()
-    size = hardware.SHARED_KB.get(memory_of, hardware.LEAST_SHARED_KB) << 10
+    size = gpus.least(memory_of).architecture.program_bytes
     return mock.patch.multiple(hardware, has_tma=lambda: tma, shared_memory=lambda: size)
 
 

@@ -307,10 +307,14 @@ def test_a_group_of_heads_in_parts_has_the_gradients_of_the_whole_group(
 
 
 H200, B200 = fakes.Device("NVIDIA H200"), fakes.Device("NVIDIA B200", "10.0", 148)
+A100 = fakes.Device("NVIDIA A100-SXM4-80GB", "8.0", 108)
+RTX_3090 = fakes.Device("NVIDIA GeForce RTX 3090", "8.6", 82)
 # GPU, pairs of batch row and head, bytes and programs of each: pairs to a section
 SECTIONS = {
     (H200, 256, 1 << 20, 8): 32,  # as many as L2 holds
     (B200, 256, 1 << 20, 8): 64,
+    (A100, 256, 1 << 20, 8): 16,
+    (RTX_3090, 256, 1 << 20, 64): 4,
     (H200, 256, 64 << 20, 8): 16,  # as keep three quarters of 132 processors busy
     (H200, 16, 64 << 20, 512): 1,
     (H200, 4, 1 << 20, 8): 4,

@@ -133,6 +133,8 @@ KINDS = {
     "NVIDIA A100 80GB PCIe": "A100-80GB",
     "NVIDIA H100 PCIe": "H100",
     "NVIDIA L40S": None,
+    "NVIDIA GH200 480GB": "H200",
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
 }
 
 

@@ -2,42 +2,17 @@
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice
+
+from pallas_flash.jax_support import gpus
 
 # parameters of jax's GPU interpreter, and the effects of kernels there: tests put them here, and a
 # GPU of any family is simulated
 interpret: Any = None
 interpret_effects: frozenset = frozenset()
-
-
-class Family(NamedTuple):
-    """GPUs of one architecture."""
-
-    capability: tuple[int, int]
-    cores: int = 132  # streaming multiprocessors; an H100's where a family's GPUs differ
-    l2: int = 50  # MB of L2 cache that the order of programs counts on; an H100's unless said
-
-
-# KB of shared memory that a program can have, by compute capability, where the GPU does not say it
-SHARED_KB, LEAST_SHARED_KB = {8.0: 163, 8.7: 163, 9.0: 227, 10.0: 227, 10.3: 227}, 99
-
-# The first of these words that the kind of a device has names its family.
-FAMILIES = {
-    "A100": Family((8, 0), 108),
-    "A10": Family((8, 6)),
-    "GeForce RTX 30": Family((8, 6)),
-    "L4": Family((8, 9)),
-    "GeForce RTX 40": Family((8, 9)),
-    "H100": Family((9, 0), 132),
-    "H200": Family((9, 0), 132),
-    "B200": Family((10, 0), 148, l2=126),
-    "B300": Family((10, 3), 148, l2=126),
-    "GeForce RTX 50": Family((12, 0)),
-    "RTX PRO": Family((12, 0)),
-}
 
 
 def here() -> jax.Device | AbstractDevice:
@@ -117,8 +92,8 @@ def compute_capability() -> float | None:
     try:
         return float(device.compute_capability)
     except AttributeError:  # an AbstractDevice
-        family = _family(device)
-        return family and family.capability[0] + family.capability[1] / 10
+        known = gpus.find(device.device_kind)
+        return known and known.architecture.version
     except ValueError:  # AMD's have names
         return None
 
@@ -131,7 +106,7 @@ def has_tma() -> bool:
 def shared_memory() -> int:
     """Bytes of shared memory that a program can have on the GPU that a call is for."""
     known = getattr(here(), "shared_memory_per_block_optin", None)  # which Mosaic asks for too
-    return known or SHARED_KB.get(compute_capability(), LEAST_SHARED_KB) << 10
+    return known or gpus.least(compute_capability()).architecture.program_bytes
 
 
 def mosaic_capability() -> float:
@@ -145,17 +120,20 @@ def mosaic_capability() -> float:
 def processors() -> int:
     """The number of streaming multiprocessors of the GPU that a call is for, fewer for a part of a
     GPU; where there is none, an H100's."""
-    device = here()
-    if device.platform != "gpu":
-        return FAMILIES["H100"].cores
-    known = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
-    return known or (_family(device) or FAMILIES["H100"]).cores
+    device, known = here(), None
+    if device.platform == "gpu":
+        known = getattr(device, "core_count", None) or getattr(device, "num_cores", None)
+    return known or _kind().processors
 
 
 def l2_cache() -> int:
-    """Bytes of the L2 cache of the GPU that a call is for; where that is not known, an H100's."""
-    return (_family(here()) or FAMILIES["H100"]).l2 * 2**20
+    """Bytes of the L2 cache of the GPU that a call is for; where there is none, of an H100's."""
+    return _kind().l2
 
 
-def _family(device: jax.Device | AbstractDevice) -> Family | None:
-    return next((family for word, family in FAMILIES.items() if word in device.device_kind), None)
+def _kind() -> gpus.Kind:
+    """What is known of the GPU that a call is for: the facts of its kind, or the least of its
+    compute capability; those of an H100 where that is not known either."""
+    device, capability = here(), compute_capability()
+    known = gpus.find(device.device_kind) or (capability and gpus.least(capability))
+    return known or gpus.KINDS["H100"]

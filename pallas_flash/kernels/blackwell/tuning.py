@@ -2,7 +2,7 @@
 
 import functools
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
 from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
@@ -11,7 +11,7 @@ from pallas_flash.kernels.mosaic.tiling import cheapest
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
 
-SHARED = hardware.SHARED_KB[10.0] << 10  # bytes of shared memory of a program
+SHARED = gpus.SM100.program_bytes  # bytes of shared memory of a program
 
 
 def tiles(problem: Problem) -> AllTiles:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 
 from pallas_flash import dropout
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq, forward, tangent
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles, KeyTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
@@ -14,7 +14,7 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
 
-SHARED = hardware.SHARED_KB[9.0] << 10  # bytes of shared memory of a program
+SHARED = gpus.SM90.program_bytes  # bytes of shared memory of a program
 LONG = 64  # blocks of keys, beside which the start and the end of a program are short
 OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold where they are split
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.mosaic.elements import (
     SWIZZLES,
     TILE_ROWS,
@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
     def has_fast_products(self) -> bool:
         """Whether products wait for shared memory, as on an A100; GPUs with no more of it multiply
         at half or a quarter of an A100's rate."""
-        return self.shared_memory > hardware.LEAST_SHARED_KB << 10
+        return self.shared_memory > gpus.SM86.program_bytes
 
 
 class Tiles(NamedTuple):

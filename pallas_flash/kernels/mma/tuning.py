@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.mma import (
     backward,
     decode,
@@ -29,7 +29,6 @@ from pallas_flash.kernels.mosaic.tiling import cheapest
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
 
-RESERVED = 1024  # bytes of shared memory that CUDA keeps of each program
 PAGE = 64  # keys, where they are not in pages
 # Of splits where lists name the keys: of 512 tokens of MLA with 2048 keys each, whose products take
 # 2.2 ms at 130 TFLOP/s, an A100's memory moves the outputs of two splits in 0.13 ms
@@ -151,5 +150,5 @@ def _cheapest(
 
 def _fits(size: int, gpu: Gpu, programs: int = 1) -> bool:
     """Whether a multiprocessor's shared memory holds so many programs of this size: it has
-    RESERVED bytes more than one of them can have."""
-    return programs * (size + RESERVED) <= gpu.shared_memory + RESERVED
+    gpus.RESERVED bytes more than one of them can have."""
+    return programs * (size + gpus.RESERVED) <= gpu.shared_memory + gpus.RESERVED

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pallas_flash.jax_support import hardware
+from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.pallas_call import power_of_two
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
@@ -121,9 +121,9 @@ def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
 def _row(problem: Problem) -> AllTiles:
     p = problem
     width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
-    capability = hardware.compute_capability() or 0
-    # jax does not say how much there is
-    table = _TABLE_OF_99_KB if capability in (8.6, 8.9) or capability >= 12 else _TABLE
+    is_gpu = hardware.compute_capability() is not None
+    has_99_kb = is_gpu and hardware.shared_memory() <= gpus.SM86.program_bytes
+    table = _TABLE_OF_99_KB if has_99_kb else _TABLE
     return next(
         tiles for (widest, bytes_), tiles in table.items() if width <= widest and size == bytes_
     )
