@@ -192,16 +192,21 @@ def test_a_profile_names_a_paged_call_too():
     assert '"flash_attention causal' in text.as_text(debug_info=True)
 
 
-def test_a_user_meets_no_deprecation_warning():
+def test_a_user_meets_no_deprecation_warning_and_keeps_the_filters_of_warnings():
     code = """
-import jax, jax.numpy as jnp
+import warnings
+import jax, jax.experimental.pallas.triton, jax.numpy as jnp, pytest
+before = [*warnings.filters]
+from pallas_flash import flash_attention
 from test_lowering import CASES, lower
 lower("sm_90", *CASES["full"], "bfloat16")
+flash_attention(*[jnp.ones((1, 8, 1, 16))] * 3, implementation="triton")
+assert warnings.filters == before, warnings.filters
 """
     tests = pathlib.Path(__file__).parent
     paths = dict(cwd=tests, env={**os.environ, "PYTHONPATH": str(tests.parent)})
     done = subprocess.run(
-        [sys.executable, "-W", "default", "-c", code],
+        [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,

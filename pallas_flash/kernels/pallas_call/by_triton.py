@@ -1,16 +1,11 @@
 """The functions of interpreted.py for jax's Triton lowering, which compiles kernels by
 `pl.pallas_call` for a GPU."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash.jax_support.jax_internals import mlir
-
-# JAX means to move Pallas on GPUs to Mosaic; a user who calls attention can do nothing about it.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 barrier = plgpu.debug_barrier
 # Pallas' interpreter has one thread, which waits for nobody.
