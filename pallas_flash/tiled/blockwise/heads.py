@@ -104,7 +104,7 @@ class HeadSlice(NamedTuple):
         mask = self.mask.for_rows(rows, self.query.shape[1])
         if key_blocks is None:
             size, length = self.tiles.block_k, self.problem.keys
-            blocks = mask.key_blocks(rows, size, length)
+            blocks = mask.key_blocks(rows, size)
 
             def visit(t, carry, masked):
                 keys = block_at(blocks.index(t), size, length)

@@ -115,7 +115,7 @@ class TileMask(NamedTuple):
             inside = inside & mask.mask_mod.visible(*pairs(mask.mask_mod, rows, keys, self.group))
         return inside
 
-    def key_blocks(self, rows: Block, size: int, length: int):
+    def key_blocks(self, rows: Block, size: int):
         """The key blocks that the rows visit, for a loop over them."""
         mask = self.resolved
         if mask.mask_mod is not None and mask.mask_mod.block_types is not None:
