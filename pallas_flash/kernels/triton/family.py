@@ -52,7 +52,7 @@ class Triton(Family, PageReader):
         return next(unread, None) or split_kv.why_not(problem)
 
     def page_tiles(self, problem, pages):
-        return tuning.decode_tiles(problem, pages.page)
+        return tuning.decode_tiles(problem)
 
     def forward_from_pages(self, problem, tiles, x, table, scales):
         from pallas_flash.kernels.triton import decode
