@@ -108,7 +108,7 @@ def tiles(problem: Problem) -> AllTiles:
     )
 
 
-def decode_tiles(problem: Problem, page: int | None = None) -> DecodeTiles:
+def decode_tiles(problem: Problem) -> DecodeTiles:
     """The tiles of decoding, from pages of any size."""
     p, block_k = problem, _row(problem).forward.block_k
     return DecodeTiles(
