@@ -49,9 +49,14 @@ class GPU(NamedTuple):
     bandwidth: float  # bytes/s of device memory
     memory: int  # bytes
     l2: int  # bytes
-    shared_memory: int  # bytes of a multiprocessor; a CTA can have 1024 less
+    shared_memory: int  # bytes of a multiprocessor
     registers: int  # of a multiprocessor, 4 bytes each
     exponentials_per_clock: int = 16  # of a multiprocessor
+
+    @property
+    def cta_memory(self) -> int:
+        """Bytes of shared memory that a CTA can have."""
+        return self.shared_memory - gpus.RESERVED
 
     @property
     def exponentials(self) -> float:

@@ -143,6 +143,13 @@ def test_a_gpu_is_known_by_its_kind(kind):
     assert name_of(kind) == (KINDS | {gpu.kind: name for name, gpu in GPUS.items()})[kind]
 
 
+@pytest.mark.parametrize("gpu, fpus, block", [("A100-80GB", 64, 163), ("RTX-4090", 128, 99)])
+def test_xla_is_told_the_units_and_the_shared_memory_of_the_gpu(gpu, fpus, block):
+    said = gpu_code._target(GPUS[gpu])
+    assert f"fpus_per_core: {fpus}\n" in said
+    assert f"shared_memory_per_block_optin: {block << 10}\n" in said
+
+
 # ---- how it reads machine code ----
 
 SASS = """

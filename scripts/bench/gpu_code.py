@@ -120,23 +120,24 @@ def compiled(
     from jax.experimental import topologies
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    major, minor = gpu.capability
-    more = dict(major=major, minor=minor, fpus=64 if major == 8 else 128)
-    more |= dict(block=gpu.shared_memory - 1024, ghz=gpu.clock / 1e9)
     names, sizes, types = _axes(axes, explicit)
-    # XLA sets it by itself for a GPU that is here
-    more["feature"] = "feature_extension: ACCELERATED_FEATURES" if major >= 12 else ""
     topology = topologies.get_topology_desc(
-        "described",
-        "cuda",
-        target_config=TARGET.format(**gpu._asdict(), **more),
-        topology=f"1x1x{math.prod(sizes)}",
+        "described", "cuda", target_config=_target(gpu), topology=f"1x1x{math.prod(sizes)}"
     )
     mesh = Mesh(np.reshape(topology.devices, sizes), names, axis_types=types)
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     with as_if_on(gpu, axes, explicit):
         return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def _target(gpu) -> str:
+    """The description of `gpu` that XLA compiles for."""
+    major, minor = gpu.capability
+    more = dict(major=major, minor=minor, fpus=64 if gpu.capability == (8, 0) else 128)
+    # XLA sets it by itself for a GPU that is here
+    more["feature"] = "feature_extension: ACCELERATED_FEATURES" if major >= 12 else ""
+    return TARGET.format(**gpu._asdict(), **more, block=gpu.cta_memory, ghz=gpu.clock / 1e9)
 
 
 def _axes(axes: dict[str, int] | None, explicit: bool):
