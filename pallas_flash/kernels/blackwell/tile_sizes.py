@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from pallas_flash.kernels.mma import tile_sizes as mma
-from pallas_flash.kernels.mosaic.elements import SWIZZLES, row_bytes
-from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, row_bytes
 
 ROWS = 128  # of a product, and of tensor memory
 TENSOR_COLUMNS = 512  # of 32 bits

@@ -7,7 +7,7 @@ from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
 from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import shared_memory
-from pallas_flash.kernels.mosaic.tiling import cheapest
+from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
 

@@ -3,8 +3,7 @@
 from typing import Literal, NamedTuple
 
 from pallas_flash.kernels.mma.tile_sizes import DecodeTiles
-from pallas_flash.kernels.mosaic.elements import SWIZZLES, columns, round_up, row_bytes
-from pallas_flash.kernels.mosaic.tiling import Tiling
+from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, columns, round_up, row_bytes
 
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 

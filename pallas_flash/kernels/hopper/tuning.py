@@ -9,7 +9,7 @@ from pallas_flash.kernels.hopper import backward_dkv, backward_dq, forward, tang
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles, KeyTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import elements, scheduler, shared_memory
-from pallas_flash.kernels.mosaic.tiling import cheapest
+from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule

@@ -43,12 +43,11 @@ from pallas_flash.kernels.mma.tile_sizes import (
 )
 from pallas_flash.kernels.mosaic import logits, mods, shared_memory, statistics
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
-from pallas_flash.kernels.mosaic.elements import round_up
+from pallas_flash.kernels.mosaic.elements import Tiling, round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
-from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.page_layout import PageTable

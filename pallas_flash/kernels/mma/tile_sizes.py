@@ -7,12 +7,12 @@ from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.mosaic.elements import (
     SWIZZLES,
     TILE_ROWS,
+    Tiling,
     columns,
     round_up,
     row_bytes,
     widest_swizzle,
 )
-from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 

@@ -25,7 +25,7 @@ from pallas_flash.kernels.mma.tile_sizes import (
     widths,
 )
 from pallas_flash.kernels.mosaic import shared_memory
-from pallas_flash.kernels.mosaic.tiling import cheapest
+from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
 

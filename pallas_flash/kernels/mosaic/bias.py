@@ -8,8 +8,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
+from pallas_flash.kernels.mosaic.elements import Tiling
 from pallas_flash.kernels.mosaic.registers import ScoreTile, load, per_column, per_row
-from pallas_flash.kernels.mosaic.tiling import Tiling
 
 
 def pad(bias: jax.Array | None, t: Tiling) -> jax.Array | None:

@@ -1,8 +1,12 @@
-"""The elements of the matrices that are multiplied: what follows from how many bytes one takes."""
+"""The elements of the matrices that are multiplied: what follows from how many bytes one takes; how
+a kernel tiles the scores, and which row of a table of tiles a problem takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
+
+from pallas_flash.problem.arguments import Problem
 
 OPERANDS = "bfloat16", "float16"  # dtypes that the kernels multiply
 # Matrices lie in shared memory as tiles, by which TMA copies: rows of a tile, bytes of a row
@@ -39,3 +43,26 @@ def padded_size(dtype, size: int, swizzle: int) -> int:
 def round_up(n: int, step: int) -> int:
     """The next multiple of step."""
     return -(-n // step) * step
+
+
+class Tiling(NamedTuple):
+    """Blocks of queries and keys. Transposed: scores have a row for each key."""
+
+    block_q: int
+    block_k: int
+    columns: int  # of the scores that are computed at once
+    transposed: bool = False
+
+
+def cheapest(
+    table: Iterable,
+    problem: Problem,
+    fits: Callable = lambda row: True,
+    narrow: Callable = lambda row: row,
+):
+    """The row with the fewest multiplications, the first of several, among those that hold the
+    problem's heads and that fit once they are narrow(row); None where there is none."""
+    p = problem
+    rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]
+    cost = lambda row: row.width + row.value_width
+    return next(filter(fits, map(narrow, sorted(rows, key=cost))), None)

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods
+from pallas_flash.kernels.mosaic.elements import Tiling
 from pallas_flash.kernels.mosaic.mask import HeadBits, PackedMask, TileMask, load_mask, pack
 from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
-from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LN2, LOG2E, LogBase

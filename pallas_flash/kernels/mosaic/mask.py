@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
+from pallas_flash.kernels.mosaic.elements import Tiling
 from pallas_flash.kernels.mosaic.registers import (
     Layouts,
     ScoreTile,
@@ -22,7 +23,6 @@ from pallas_flash.kernels.mosaic.registers import (
 )
 from pallas_flash.kernels.mosaic.row_bits import WORD
 from pallas_flash.kernels.mosaic.row_mask import RowMask
-from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.masks.resolved_mask import ResolvedMask
 
 

@@ -11,8 +11,8 @@ from jax import lax
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
+from pallas_flash.kernels.mosaic.elements import Tiling
 from pallas_flash.kernels.mosaic.registers import ScoreTile, gather, opaque
-from pallas_flash.kernels.mosaic.tiling import Tiling
 from pallas_flash.mods import captured, traced
 from pallas_flash.mods.bound import BoundMod
 from pallas_flash.mods.captured import PAIR
