@@ -394,7 +394,7 @@ def _references(eqn, values) -> list:
     ]
 
 
-# kernels/mosaic/row_bits.py, whose functions close over the names in `at`
+# kernels/mosaic/row_mask.py, whose functions close over the names in `at`
 
 
 def _select_by_bits(at, x, *words):

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_flash import dropout
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import row_bits
+from pallas_flash.kernels.mosaic import row_mask
 from pallas_flash.kernels.mosaic.registers import ScoreTile, iota, per_column, per_row
 
 
@@ -32,14 +32,14 @@ class Dropout(NamedTuple):
     def drop(self, p, tile: ScoreTile):
         """P with 0 where a weight is dropped."""
         if tile.layouts.row_in_thread:
-            return row_bits.select(p, self._words(tile), 0.0)
+            return row_mask.select(p, self._words(tile), 0.0)
         return jnp.where(self._keeps(tile), p, 0.0)
 
     def mark(self, p, weight, tile: ScoreTile):
         """P with 0 where a weight is dropped, and the weight as `gradient` takes it."""
         if tile.layouts.row_in_thread:
             words = self._words(tile)
-            return row_bits.select(p, words, 0.0), BitsAndWeight(weight, words)
+            return row_mask.select(p, words, 0.0), BitsAndWeight(weight, words)
         keeps = self._keeps(tile)
         return jnp.where(keeps, p, 0.0), jnp.where(keeps, weight, -weight)
 
@@ -50,7 +50,7 @@ class Dropout(NamedTuple):
     def _words(self, tile: ScoreTile) -> list:
         """Whether each weight is kept, in bits, where a thread holds a row."""
         words = self._words_of_keys if tile.transposed else self._words_of_queries
-        return [words(part) for part in tile.split(row_bits.WORD)]
+        return [words(part) for part in tile.split(row_mask.WORD)]
 
     def _words_of_queries(self, tile: ScoreTile):
         row = iota(tile.shape[0], tile.layouts.row)
@@ -60,13 +60,13 @@ class Dropout(NamedTuple):
         return self._pack(dropout.word(of_row, dropout.of_column(second, key)) for key in keys)
 
     def _words_of_keys(self, tile: ScoreTile):
-        """Four rows share random words: each of them computes the words of eight queries, and
-        then they exchange the bits."""
-        row, lane = iota(tile.shape[0], tile.layouts.row), row_bits.lane(tile.shape[0])
+        """Four rows share random words: each of them computes those of eight queries, and then they
+        exchange the bits."""
+        row, lane = iota(tile.shape[0], tile.layouts.row), row_mask.lane(tile.shape[0])
         of_row = dropout.of_row(self.first, tile.first_query + lane)
         of_column = dropout.of_column(self.second, tile.first_key + row)
-        words = (dropout.word(row_bits.from_eight(of_row, n), of_column) for n in range(8))
-        return row_bits.transpose(self._pack(words), (16, 8))
+        words = (dropout.word(row_mask.from_eight(of_row, n), of_column) for n in range(8))
+        return row_mask.transpose(self._pack(words), (16, 8))
 
     def _pack(self, words: Iterator):
         """Whether the weights of eight random words are kept: bit n of each byte is for word n, and
@@ -78,7 +78,7 @@ class Dropout(NamedTuple):
             sum_ = (word & in_each_byte(0x7F)) + in_each_byte(-self.dropped % 128)
             kept = word | sum_ if self.dropped <= 128 else word & sum_
             bits = (bits >> np.uint32(1)) + (kept & in_each_byte(0x80))
-        bits = row_bits.swap_halves(bits)
+        bits = row_mask.swap_halves(bits)
         return (bits & np.uint32(0xFF00FF)) << np.uint32(8) | bits >> np.uint32(8) & np.uint32(
             0xFF00FF
         )
@@ -110,8 +110,8 @@ class Dropout(NamedTuple):
 def gradient(marked, dp, delta):
     """dS without dropout's scale, from a weight of `Dropout.mark`."""
     if isinstance(marked, BitsAndWeight):
-        words = [row_bits.swap_halves(word) for word in marked.words]
-        return marked.weight * (row_bits.select(dp, words, 0.0, flip=row_bits.WORD // 2) - delta)
+        words = [row_mask.swap_halves(word) for word in marked.words]
+        return marked.weight * (row_mask.select(dp, words, 0.0, flip=row_mask.WORD // 2) - delta)
     return jnp.maximum(marked, 0.0) * dp - jnp.abs(marked) * delta
 
 

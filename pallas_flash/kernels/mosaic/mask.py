@@ -21,8 +21,7 @@ from pallas_flash.kernels.mosaic.registers import (
     per_column,
     per_row,
 )
-from pallas_flash.kernels.mosaic.row_bits import WORD
-from pallas_flash.kernels.mosaic.row_mask import RowMask
+from pallas_flash.kernels.mosaic.row_mask import WORD, RowMask
 from pallas_flash.masks.resolved_mask import ResolvedMask
 
 
