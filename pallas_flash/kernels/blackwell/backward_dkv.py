@@ -19,9 +19,9 @@ from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer, Do
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, tma
-from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import Role, launch, specialize
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 

@@ -16,9 +16,9 @@ from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
-from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 

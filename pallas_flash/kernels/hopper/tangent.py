@@ -21,7 +21,7 @@ from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
-from pallas_flash.kernels.mosaic.tangents import TangentRows
+from pallas_flash.kernels.mosaic.statistics import TangentRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import RowLse

@@ -22,10 +22,10 @@ from pallas_flash.kernels.mma.memory import Memory
 from pallas_flash.kernels.mma.padded_rows import PaddedRows
 from pallas_flash.kernels.mma.tile_sizes import ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
-from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
 from pallas_flash.kernels.mosaic.scheduler import WorkTile, divmod_
+from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import PAIR
 from pallas_flash.problem.arguments import Operands, Problem

@@ -18,7 +18,7 @@ from pallas_flash.kernels.mma.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
-from pallas_flash.kernels.mosaic.tangents import TangentRows
+from pallas_flash.kernels.mosaic.statistics import TangentRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.online_softmax import RowLse
 

@@ -1,14 +1,23 @@
-"""The statistics of each row that the forward of every family returns beside o: a SoftmaxState,
-with an l where the logits are in base e."""
+"""What has a value for each row: the statistics that the forward of every family returns beside o,
+a SoftmaxState with an l where the logits are in base e, and the arrays of the kernels that read
+them, of gradients and of forward mode."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
+from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic import block_info, logits
 from pallas_flash.kernels.mosaic.logits import soft_cap_constant
+from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
+from pallas_flash.kernels.mosaic.registers import load, per_row
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.online_softmax import SoftmaxState
+from pallas_flash.tiled.online_softmax import DeltaTerms, RowLse, SoftmaxState
 
 
 def types(p: Problem, block_q: int) -> SoftmaxState:
@@ -41,3 +50,64 @@ def results(p: Problem, written: list[jax.Array]) -> SoftmaxState:
 def sinks(p: Problem, x: Operands) -> jax.Array | None:
     """The sinks [N], minus the constant that factored logits omit."""
     return None if x.sinks is None else x.sinks - p.log_base.to_e(soft_cap_constant(p))
+
+
+class Inputs(NamedTuple):
+    """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
+
+    queries: RaggedRows  # q, do
+    keys: RaggedRows  # k, v
+    # [B, N, whole tiles of T]: in the problem's log base, less what the logits omit; +inf: P = 0
+    lse: jax.Array
+    delta: jax.Array | DeltaTerms  # the same; the terms where the kernel sums delta
+    # of block_info.by_query_tile, or by_key_tile
+    blocks: jax.Array | block_info.BlockLists | None
+    logits: logits.Arrays
+
+    @classmethod
+    def make(cls, rows: Callable, p: Problem, t, blocks, x: Operands, lse, do, delta) -> "Inputs":
+        """rows(arrays, widths, block size, lengths or None): a family's RaggedRows."""
+        pad = lambda x, value: jnp.pad(
+            x, ((0, 0), (0, 0), (0, -x.shape[2] % t.block_q)), constant_values=value
+        )
+        widths, (query_lengths, key_lengths) = (t.width, t.value_width), x.resolved_mask.lengths
+        return cls(
+            rows([x.query, do], widths, t.block_q, query_lengths),
+            rows([x.key, x.value], widths, t.block_k, key_lengths),
+            pad(lse - soft_cap_constant(p), jnp.inf),
+            pad(delta, 0.0),
+            blocks,
+            logits.arrays(p, x, t.tiling),
+        )
+
+
+class TangentRows(NamedTuple):
+    """Statistics of rows [B, N, whole tiles of T], or of the rows of a tile."""
+
+    lse: Any  # in the problem's log base, less what the logits omit; +inf: P = 0
+    factor: Any  # P = factor b^(s - lse); None: 1
+    dlse: Any  # the sinks' part of the tangent of lse
+
+    @classmethod
+    def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "TangentRows":
+        pads = (0, 0), (0, 0), (0, -p.queries % block_q)
+        return cls(
+            jnp.pad(rows.lse - soft_cap_constant(p), pads, constant_values=jnp.inf),
+            None if rows.factor is None else jnp.pad(rows.factor, pads),
+            jnp.pad(dlse, pads),
+        )
+
+    def load(self, batch: IntLike, head: IntLike, rows: pl.Slice, layout) -> "TangentRows":
+        """The statistics of the rows of a tile, from refs."""
+        at = lambda ref: None if ref is None else load(ref.at[batch, head, rows], layout)
+        return TangentRows(*map(at, self))
+
+    def finish(self, p: Problem, do, dlse, o):
+        """The tangents of o and lse, from the sums of a tile and its o; 0 for rows that see
+        nothing, of which all may be NaN."""
+        sees = self.lse < jnp.inf
+        if self.factor is not None:
+            do, dlse = do * per_row(self.factor, do.shape), dlse * self.factor
+        dlse = jnp.where(sees, dlse + self.dlse, 0.0)
+        do = (do if p.kept == 1.0 else do * (1.0 / p.kept)) - per_row(dlse, o.shape) * o
+        return jnp.where(per_row(sees, do.shape), do, 0.0), dlse

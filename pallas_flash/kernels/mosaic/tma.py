@@ -9,9 +9,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import elements
-from pallas_flash.kernels.mosaic.gradients import Inputs
 from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Problem
 
 
