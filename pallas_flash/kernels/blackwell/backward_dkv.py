@@ -104,7 +104,7 @@ class TensorMemory(NamedTuple):
 def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv]."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = tma.inputs(p, t, blocks, x, lse, do, delta)
+    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
     sums = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,

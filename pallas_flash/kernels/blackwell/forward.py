@@ -25,8 +25,8 @@ from pallas_flash.kernels.mosaic import (
     tma,
 )
 from pallas_flash.kernels.mosaic.launch import Role, launch, specialize
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
 
 # Rows for head sizes, with as many stages as shared memory holds. A step, both tiles by 128 keys,

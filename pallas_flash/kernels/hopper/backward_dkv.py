@@ -101,7 +101,7 @@ class Memory(NamedTuple):
 def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.Array]:
     """dk and dv, or one of them, and dq, as the tiles say, by name."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = tma.inputs(p, t, blocks, x, lse, do, delta)
+    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
     (q, _), (k, v) = x.queries.arrays, x.keys.arrays
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
     outputs = {name: outputs[name] for name in t.sums}

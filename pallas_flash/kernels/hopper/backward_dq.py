@@ -80,7 +80,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
     t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = tma.inputs(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
+    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
     q, _ = x.queries.arrays
     outputs = [q]
     if t.sums_delta:

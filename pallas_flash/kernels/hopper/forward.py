@@ -28,7 +28,7 @@ from pallas_flash.kernels.mosaic import (
     tma,
 )
 from pallas_flash.kernels.mosaic.launch import launch
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
+from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 

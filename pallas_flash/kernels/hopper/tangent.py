@@ -19,9 +19,9 @@ from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler, shared_memory, tma
 from pallas_flash.kernels.mosaic.launch import launch
 from pallas_flash.kernels.mosaic.mask import TileMask
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import TangentRows
+from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import RowLse

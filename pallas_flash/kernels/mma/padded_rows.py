@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.tile_sizes import padded_length
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
+from pallas_flash.kernels.mosaic.tma import RaggedRows, copy_tails
 
 
 class PaddedRows(RaggedRows):

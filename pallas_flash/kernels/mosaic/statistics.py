@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import block_info, logits
+from pallas_flash.kernels.mosaic import block_info, logits, tma
 from pallas_flash.kernels.mosaic.logits import soft_cap_constant
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows
 from pallas_flash.kernels.mosaic.registers import load, per_row
+from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
@@ -79,6 +79,12 @@ class Inputs(NamedTuple):
             blocks,
             logits.arrays(p, x, t.tiling),
         )
+
+    @classmethod
+    def by_tma(cls, p: Problem, t, *args) -> "Inputs":
+        """The same, of arrays that TMA can read."""
+        rows = lambda arrays, widths, *of: tma.padded_rows(arrays, *of, t.swizzle)
+        return cls.make(rows, p, t, *args)
 
 
 class TangentRows(NamedTuple):

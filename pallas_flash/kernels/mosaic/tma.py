@@ -1,4 +1,9 @@
-"""Copies by TMA: arrays that it can read, rows of a head, the slots of blocks, and the way out."""
+"""Copies by TMA: arrays that it can read, rows of a head, the slots of blocks, and the way out.
+
+TMA knows only where an array ends. Behind the lengths of batch rows may be NaN, and 0 * NaN is NaN:
+tails have zeros there."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import elements
-from pallas_flash.kernels.mosaic.ragged_tail import RaggedRows, copy_tails
 from pallas_flash.kernels.mosaic.registers import opaque
-from pallas_flash.kernels.mosaic.statistics import Inputs
-from pallas_flash.problem.arguments import Problem
 
 
 def pad(x, swizzle: int):
@@ -23,16 +25,47 @@ def pad(x, swizzle: int):
     return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) if rows or columns else x
 
 
+class Tails(NamedTuple):
+    """The block of some arrays in which the length of each batch row ends."""
+
+    block: Any  # int32 [B]
+    arrays: tuple  # each [B, size, heads, n], with zeros behind the length
+
+
+def copy_tails(lengths: jax.Array | None, size: int, *arrays: jax.Array) -> Tails | None:
+    """The Tails of arrays [B, length, heads, n] in blocks of `size` rows; lengths: int32 [B], or
+    None where there are none."""
+    if lengths is None:
+        return None
+    block = jnp.maximum(lengths - 1, 0) // size
+    row = block[:, None] * size + jnp.arange(size, dtype=jnp.int32)[None]
+    rows = lambda x: jnp.take_along_axis(x, row[:, :, None, None], axis=1, mode="clip")
+    exists = (row < lengths[:, None])[:, :, None, None]
+    return Tails(block, jax.tree.map(lambda x: jnp.where(exists, rows(x), 0), arrays))
+
+
+class RaggedRows(NamedTuple):
+    """q and do, or k and v, each an array or a pytree, of which a kernel reads blocks of rows."""
+
+    arrays: tuple
+    tails: Tails | None
+
+    def reader(self, batch: IntLike, size: int):
+        """read(block, copy), which calls copy(first row, *arrays) with the arrays, or from the
+        block on in which the length ends with the tails."""
+        arrays, tails = self
+        if tails is None:
+            return lambda block, copy: copy(block * size, *arrays)
+        end = tails.block[batch]
+        return lambda block, copy: lax.cond(
+            block < end, lambda: copy(block * size, *arrays), lambda: copy(0, *tails.arrays)
+        )
+
+
 def padded_rows(arrays, size: int, lengths, swizzle: int) -> RaggedRows:
     """Arrays [B, length, heads, n], padded, to be read in blocks of `size` rows."""
     arrays = jax.tree.map(lambda x: pad(x, swizzle), tuple(arrays))
     return RaggedRows(arrays, copy_tails(lengths, size, *arrays))
-
-
-def inputs(p: Problem, t, *args) -> Inputs:
-    """The arrays that a kernel of gradients reads."""
-    rows = lambda arrays, widths, *of: padded_rows(arrays, *of, t.swizzle)
-    return Inputs.make(rows, p, t, *args)
 
 
 def head_rows(array, batch, rows: pl.Slice, head, width: int):
