@@ -18,8 +18,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer, Do
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, tma
-from pallas_flash.kernels.mosaic.launch import Role, launch, specialize
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
+from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem
@@ -59,7 +59,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
-        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         rows = plgpu.SMEM((t.value_stages, ROWS), jnp.float32)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         return cls(

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, scheduler, shared_memory, tma
-from pallas_flash.kernels.mosaic.launch import Role, launch, specialize
+from pallas_flash.kernels.mosaic import block_info, scheduler, tma
+from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
-        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         return cls(
             q=block(ROWS, t.width),

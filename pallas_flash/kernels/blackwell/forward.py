@@ -20,11 +20,10 @@ from pallas_flash.kernels.mosaic import (
     block_info,
     logits,
     scheduler,
-    shared_memory,
     statistics,
     tma,
 )
-from pallas_flash.kernels.mosaic.launch import Role, launch, specialize
+from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
@@ -74,7 +73,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
-        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         n = t.row_tiles
         by_row = plgpu.SMEM((n, ROWS), jnp.float32)

@@ -6,8 +6,8 @@ from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
 from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
-from pallas_flash.kernels.mosaic import shared_memory
 from pallas_flash.kernels.mosaic.elements import cheapest
+from pallas_flash.kernels.mosaic.launch import shared_bytes
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
 
@@ -42,5 +42,5 @@ def _exp2_columns(t: Tiles, p: Problem, capability: float | None) -> int:
 
 def _row(table, p: Problem, memory) -> Tiles | None:
     """The cheapest row that holds the problem's heads and whose `memory` fits."""
-    fits = lambda row: shared_memory.size(memory.allocate(p, row)) <= SHARED
+    fits = lambda row: shared_bytes(memory.allocate(p, row)) <= SHARED
     return cheapest(table, p, fits)

@@ -14,9 +14,9 @@ from pallas_flash.kernels.hopper.dkv_columns import FirstConsumer, SecondConsume
 from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, KeyConsumer, Q
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
-from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, shared_memory, tma
+from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
-from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: KeyTiles) -> "Memory":
         rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
-        matrix = functools.partial(shared_memory.matrix, swizzle=t.swizzle)
+        matrix = functools.partial(shared_matrix, swizzle=t.swizzle)
         block, scores = functools.partial(matrix, p.dtype), (t.block_k, t.block_q)
         dq = jnp.float32, t.warpgroups, ROWS, t.width // t.dq_column_slices
         has_dk = t.has_dk

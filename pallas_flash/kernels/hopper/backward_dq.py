@@ -13,9 +13,9 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, tma
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
-from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import Inputs
@@ -60,7 +60,7 @@ class Memory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
-        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         count, do = t.row_tiles, block(t.row_tiles, ROWS, t.value_width)
         return cls(
             q=block(count, ROWS, t.width),

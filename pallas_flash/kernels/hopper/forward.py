@@ -23,11 +23,10 @@ from pallas_flash.kernels.mosaic import (
     elements,
     logits,
     scheduler,
-    shared_memory,
     statistics,
     tma,
 )
-from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
@@ -142,7 +141,7 @@ class Memory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
-        block = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         tiles_of_q = t.q_stages * t.row_tiles
         fields = jax.tree.leaves(statistics.types(p, t.block_q))
         v = tile.subtile_blocks(p.dtype, t.value_stages, t.block_k, t.value_width, t.swizzle)

@@ -9,7 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import elements, shared_memory, tma
+from pallas_flash.kernels.mosaic import elements, tma
+from pallas_flash.kernels.mosaic.launch import shared_matrix
 from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule
@@ -25,7 +26,7 @@ class Handed(NamedTuple):
     def allocate(cls, p: Problem, t: Tiles) -> "Handed":
         # V's swizzle: the product wants no other
         swizzle = elements.swizzle_of_rows(p.dtype, t.block_k, t.swizzle)
-        probabilities = shared_memory.matrix(p.dtype, ROWS, t.block_k, swizzle=swizzle)
+        probabilities = shared_matrix(p.dtype, ROWS, t.block_k, swizzle=swizzle)
         return cls(probabilities, plgpu.SMEM((ROWS,), jnp.float32))
 
 

@@ -16,8 +16,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
-from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler, shared_memory, tma
-from pallas_flash.kernels.mosaic.launch import launch
+from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler, tma
+from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import TangentRows
@@ -72,7 +72,7 @@ class Memory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: Tiles, tangents=(True, True, True)) -> "Memory":
         """tangents: whether q, k and v have one."""
-        block = functools.partial(shared_memory.matrix, p.dtype)
+        block = functools.partial(shared_matrix, p.dtype)
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         has_dq, has_dk, has_dv = tangents
         dq = block(t.warpgroups, ROWS, t.width, swizzle=t.swizzle)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS
-from pallas_flash.kernels.mosaic import elements, launch, shared_memory, tma
+from pallas_flash.kernels.mosaic import elements, launch, tma
 from pallas_flash.kernels.mosaic.launch import Role
 from pallas_flash.kernels.mosaic.registers import (
     Layouts,
@@ -121,7 +121,7 @@ def subtile_blocks(dtype, stages: int, rows: int, width: int, swizzle: int):
     """Matrices in shared memory for `stages` x rows x width, one for each of the `k_subtiles`."""
     swizzle_of = lambda rows: elements.swizzle_of_rows(dtype, rows, swizzle)
     return tuple(
-        shared_memory.matrix(dtype, stages, x.size, width, swizzle=swizzle_of(x.size))
+        launch.shared_matrix(dtype, stages, x.size, width, swizzle=swizzle_of(x.size))
         for x in k_subtiles(dtype, rows)
     )
 

@@ -8,8 +8,9 @@ from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq, forward, tangent
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles, KeyTiles, Tiles
 from pallas_flash.kernels.mma import tuning as mma
-from pallas_flash.kernels.mosaic import elements, scheduler, shared_memory
+from pallas_flash.kernels.mosaic import elements, scheduler
 from pallas_flash.kernels.mosaic.elements import cheapest
+from pallas_flash.kernels.mosaic.launch import shared_bytes
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
@@ -46,8 +47,8 @@ def _tiles(p: Problem, fused: bool, processors: int) -> AllTiles:
 
 def _row(table, p: Problem, memory, slices: Callable = lambda row: (1, 1)):
     """The cheapest row that holds the problem's heads, as narrow as they are, and whose `memory`
-    fits; None where there is none. slices(row): arguments of `_narrow`."""
-    fits = lambda row: shared_memory.size(memory.allocate(p, row)) <= SHARED
+    fits; None where there is none. slices(row): those of `_narrow`."""
+    fits = lambda row: shared_bytes(memory.allocate(p, row)) <= SHARED
     return cheapest(table, p, fits, lambda row: _narrow(row, p, *slices(row)))
 
 

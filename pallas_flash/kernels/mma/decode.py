@@ -41,10 +41,10 @@ from pallas_flash.kernels.mma.tile_sizes import (
     swizzle_of,
     widths,
 )
-from pallas_flash.kernels.mosaic import logits, mods, shared_memory, statistics
+from pallas_flash.kernels.mosaic import logits, mods, statistics
 from pallas_flash.kernels.mosaic.block_info import broadcast_index
 from pallas_flash.kernels.mosaic.elements import Tiling, round_up
-from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
@@ -119,9 +119,9 @@ class Memory(NamedTuple):
     def allocate(cls, p: Problem, t: DecodeTiles) -> "Memory":
         widths, dtypes = (t.width, t.value_width), (p.dtype, weights(jnp.dtype(p.dtype)))
         count = 1 if p.values_are_keys else 2
-        matrix = functools.partial(shared_memory.matrix, swizzle=t.swizzle)
+        matrix = functools.partial(shared_matrix, swizzle=t.swizzle)
         slots = functools.partial(
-            shared_memory.matrix,
+            shared_matrix,
             "int8" if t.stored else p.dtype,
             t.stages,
             t.block_k,
@@ -132,7 +132,7 @@ class Memory(NamedTuple):
         wide_count = 0 if not t.stored else count if dtypes[0] == dtypes[1] else 2
         full = plgpu.Barrier(num_arrivals=count * t.copies, num_barriers=t.stages)
         kv = tuple(map(slots, widths[:count]))
-        q = functools.partial(shared_memory.matrix, p.dtype, t.block_q, t.width)
+        q = functools.partial(shared_matrix, p.dtype, t.block_q, t.width)
         return cls(
             q=q(swizzle=t.swizzle_of_q(p.dtype)) if t.copies_q else None,
             kv=plgpu.RefUnion(kv, sliced_k.Merge.allocate(t.value_width)) if t.sliced_k else kv,

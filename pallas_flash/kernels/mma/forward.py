@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels.mma import decode, tile
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat, pad
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles, padded_length
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, shared_memory, statistics
-from pallas_flash.kernels.mosaic.launch import LANE, launch
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
+from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import load, per_row
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
@@ -74,7 +74,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: Tiles) -> "Memory":
-        matrix = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        matrix = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         slots = t.warpgroups * t.stages
         return cls(
             q=matrix(t.block_q, t.width) if t.copies_q else None,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.mma.tile_sizes import Tiles
-from pallas_flash.kernels.mosaic import shared_memory
+from pallas_flash.kernels.mosaic.launch import shared_matrix
 from pallas_flash.problem.arguments import Problem
 
 
@@ -22,7 +22,7 @@ class Memory(NamedTuple):
     def allocate(cls, p: Problem, t: Tiles, owned=None, ring=None) -> "Memory":
         """Two matrices of the owned tile and two of each block, q and do, or k and v; or others, of
         these widths."""
-        matrix = functools.partial(shared_memory.matrix, p.dtype, swizzle=t.swizzle)
+        matrix = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         rows, ring_rows = (t.block_k, t.block_q) if t.owns_keys else (t.block_q, t.block_k)
         owned, ring = owned or (t.width, t.value_width), ring or (t.width, t.value_width)
         full = lambda widths, n: (

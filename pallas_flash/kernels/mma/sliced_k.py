@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.tile_sizes import ROWS, WARP_ROWS, WARPS, swizzle_of
-from pallas_flash.kernels.mosaic import registers, shared_memory
+from pallas_flash.kernels.mosaic import registers
+from pallas_flash.kernels.mosaic.launch import shared_matrix
 from pallas_flash.kernels.mosaic.registers import Layouts, per_row
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
@@ -112,9 +113,7 @@ class Merge(NamedTuple):
     def allocate(cls, value_width: int) -> "Merge":
         swizzle = swizzle_of("float32", (value_width,), WARP_ROWS)
         stats = plgpu.SMEM((ROWS,), jnp.float32)
-        return cls(
-            shared_memory.matrix("float32", ROWS, value_width, swizzle=swizzle), stats, stats
-        )
+        return cls(shared_matrix("float32", ROWS, value_width, swizzle=swizzle), stats, stats)
 
     def __call__(self, o, stats: SoftmaxState, log_base: LogBase):
         """o [16, Hv] and the SoftmaxState [16] of all keys, from O [64, Hv], not yet divided by l,

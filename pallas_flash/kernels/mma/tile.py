@@ -16,8 +16,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import registers, shared_memory
-from pallas_flash.kernels.mosaic.launch import named_barrier
+from pallas_flash.kernels.mosaic import registers
+from pallas_flash.kernels.mosaic.launch import named_barrier, shared_matrix
 from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
 
 # of operands of 16 bits; a jax before 0.11.2 lacks them, and tiles alone are chosen there
@@ -218,7 +218,7 @@ def dot_t(a, b, acc=None):
 
 def parts_of_sum(*shape: int):
     """Shared memory for a `SumOfParts`."""
-    return shared_memory.matrix(jnp.float32, 2, 2, *shape, swizzle=32)
+    return shared_matrix(jnp.float32, 2, 2, *shape, swizzle=32)
 
 
 class SumOfParts(NamedTuple):

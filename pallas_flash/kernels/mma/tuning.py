@@ -24,8 +24,8 @@ from pallas_flash.kernels.mma.tile_sizes import (
     swizzle_of,
     widths,
 )
-from pallas_flash.kernels.mosaic import shared_memory
 from pallas_flash.kernels.mosaic.elements import cheapest
+from pallas_flash.kernels.mosaic.launch import shared_bytes
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import split_kv
 
@@ -85,7 +85,7 @@ def _as_decoding(problem: Problem, page: int) -> tuple[Problem, int | None]:
 def _decode_tiles(p: Problem, gpu: Gpu, page: int | None, stored: str | None) -> DecodeTiles | None:
     candidates = lambda: decode.candidates(p, gpu, page, stored)
     fit = lambda programs: (
-        lambda t: _fits(shared_memory.size(decode.Memory.allocate(p, t)), gpu, programs)
+        lambda t: _fits(shared_bytes(decode.Memory.allocate(p, t)), gpu, programs)
     )
     # of two programs on a multiprocessor one may multiply while the other widens 8 bits
     widening = itertools.takewhile(lambda t: t.sliced_k and t.stored, candidates())
@@ -108,7 +108,7 @@ def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None
     """Bytes of shared memory that decoding needs at least, where it has no tiles."""
     problem, page = _as_decoding(problem, page)
     candidates = decode.candidates(problem, Gpu.here(), page, stored)
-    return min(shared_memory.size(decode.Memory.allocate(problem, t)) for t in candidates)
+    return min(shared_bytes(decode.Memory.allocate(problem, t)) for t in candidates)
 
 
 def _row(table: Iterable[Row], p: Problem, gpu: Gpu, scratch: Callable) -> Tiles | None:
@@ -144,7 +144,7 @@ def _cheapest(
         swizzle = min(swizzle_of(p.dtype, slices, min(row.block_q, row.block_k)), row.swizzle)
         return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=gpu.has_tma)
 
-    fits = lambda row: _fits(shared_memory.size(scratch(p, row)) + beside, gpu, programs)
+    fits = lambda row: _fits(shared_bytes(scratch(p, row)) + beside, gpu, programs)
     return cheapest(table, p, fits, narrow)
 
 

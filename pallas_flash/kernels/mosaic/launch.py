@@ -1,12 +1,14 @@
-"""A kernel over a one-dimensional grid of programs, and the roles of a program's warpgroups (warp
-specialization)."""
+"""A kernel over a one-dimensional grid of programs, the shared memory of a program, as arrays and
+mbarriers, and the roles of its warpgroups (warp specialization)."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -15,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support import hardware
 from pallas_flash.jax_support.jax_internals import traced_lines, unvarying
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mosaic.elements import TILE_ROWS, columns, round_up
 
 # how Mosaic lowers values: whole tiles whose layouts it infers, or the registers of each lane in
 # the layouts that the kernel names
@@ -85,6 +88,29 @@ def launch(
     # Inside of shard_map the results vary over the axes of the mesh that the operands vary over,
     # which the call does not see.
     return [lax.pcast(x, axes, to="varying") for x in results] if axes else results
+
+
+# ---- shared memory ----
+
+_ALIGNMENT, _MBARRIER = 1024, 8  # bytes: where Mosaic lets an array begin, and of one mbarrier
+
+
+def shared_matrix(dtype, *shape: int, swizzle: int):
+    """An array of matrices, in the order in which copies, products and stores from registers meet
+    without bank conflicts."""
+    tiling = plgpu.TilingTransform((TILE_ROWS, columns(dtype, swizzle)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+
+def shared_bytes(scratch) -> int:
+    """Bytes that a pytree of arrays and mbarriers takes."""
+    return sum(map(_size, jax.tree.leaves(scratch)))
+
+
+def _size(x) -> int:
+    if isinstance(x, plgpu.Barrier):
+        return _MBARRIER * math.prod(x.num_barriers)
+    return round_up(math.prod(x.shape) * np.dtype(x.dtype).itemsize, _ALIGNMENT)
 
 
 # ---- roles of warpgroups ----
