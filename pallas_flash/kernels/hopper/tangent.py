@@ -16,7 +16,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
-from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler, tma
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     q: WithTangent  # [B, T, N, H]
     keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv], with tangents
     o: jax.Array  # [B, T, N, Hv]
-    dbias: jax.Array | None  # of bias.pad
+    dbias: jax.Array | None  # of logits.pad_bias
     rows: TangentRows
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     logits: logits.Arrays
@@ -116,7 +116,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
         jax.tree.map(pad, q),
         tma.padded_rows([k, v], t.block_k, key_lengths, t.swizzle),
         pad(o),
-        bias.pad(dx.bias, t.tiling),
+        logits.pad_bias(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
         logits.arrays(p, x, t.tiling),
@@ -284,7 +284,7 @@ class QueryTile(NamedTuple):
         prob = None if c.memory.v[0].dx is None else prob
         ds = tile.await_sum(ds_acc, running=running) if factors else None
         c.k.release(t)
-        dbias = bias.for_head(c.x.dbias, c.work.batch, c.work.head)
+        dbias = logits.head_bias(c.x.dbias, c.work.batch, c.work.head)
         if ds is None and dbias is None:
             return Weights(None, prob, dlse)
         ds = self.head.tangent(weight, back, ds, None if dbias is None else dbias.load(at))

@@ -15,7 +15,7 @@ from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import Memory
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Tiles
-from pallas_flash.kernels.mosaic import bias, block_info, logits, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
 from pallas_flash.kernels.mosaic.statistics import TangentRows
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
     queries: PaddedRows  # q, and dq if there is one
     keys: PaddedRows  # k, v, and dk and dv if there are
     o: jax.Array  # [B, whole tiles of T, N * value_width]
-    dbias: jax.Array | None  # of bias.pad
+    dbias: jax.Array | None  # of logits.pad_bias
     rows: TangentRows
     blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
     logits: logits.Arrays
@@ -81,7 +81,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
         PaddedRows.make(*of_call(queries), t.block_q, None),
         PaddedRows.make(*of_call(keys), t.block_k, key_lengths),
         flat(o),
-        bias.pad(dx.bias, t.tiling),
+        logits.pad_bias(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
         logits.arrays(p, x, t.tiling),
@@ -104,7 +104,7 @@ def _kernel(
     rows = pl.ds(work.tile * t.block_q, t.block_q)
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
-    dbias = bias.for_head(x.dbias, work.batch, work.head)
+    dbias = logits.head_bias(x.dbias, work.batch, work.head)
     mask = head.load_mask(work.batch, rows.start, t.block_q)
     row_values = x.rows.load(work.batch, work.head, rows, tile.LAYOUTS.row)
     ring = tile.CopyRing(memory.ring, memory.ring_full)

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mosaic import bias, block_info, dropout, mods
+from pallas_flash.kernels.mosaic import block_info, dropout, mods
 from pallas_flash.kernels.mosaic.elements import Tiling
 from pallas_flash.kernels.mosaic.mask import HeadBits, PackedMask, TileMask, load_mask, pack
-from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile
+from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile, load, per_column, per_row
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LN2, LOG2E, LogBase
@@ -26,11 +27,54 @@ def soft_cap_constant(p: Problem) -> float:
     return 0.0 if p.log_base is LogBase.E or p.soft_cap is None else p.soft_cap * LOG2E
 
 
+def pad_bias(bias: jax.Array | None, t: Tiling) -> jax.Array | None:
+    """A bias [B or 1, N or 1, T or 1, S or 1] as the scores' rows and columns have it, whole tiles
+    of them. None without one."""
+    if bias is None:
+        return None
+    pads = (
+        (0, 0 if n == 1 else -n % size)
+        for n, size in zip(bias.shape[2:], (t.block_q, t.block_k), strict=True)
+    )
+    x = jnp.pad(bias, ((0, 0), (0, 0), *pads))
+    return x.swapaxes(2, 3) if t.transposed else x
+
+
+class HeadBias(NamedTuple):
+    """The bias of one batch row and head, a ref."""
+
+    array: jax.Array
+    batch: IntLike
+    head: IntLike
+
+    def load(self, tile: ScoreTile):
+        """The bias of a tile of scores, float32."""
+        _, _, rows, columns = self.array.shape
+        part = [
+            0 if size == 1 else pl.ds(start, n)
+            for size, start, n in zip((rows, columns), tile.first, tile.shape, strict=True)
+        ]
+        at = self.batch, self.head, *part
+        if rows == columns == 1:
+            return self.array[at].astype(jnp.float32)
+        ref, layouts = self.array.at[at], tile.layouts
+        if rows == 1:
+            return per_column(load(ref, layouts.column).astype(jnp.float32), tile.shape)
+        if columns == 1:
+            return per_row(load(ref, layouts.row).astype(jnp.float32), tile.shape)
+        return load(ref, layouts.tile).astype(jnp.float32)
+
+
+def head_bias(x, batch: IntLike, head: IntLike) -> HeadBias | None:
+    """The bias of a head, from a ref of what `pad_bias` made; None without one."""
+    return None if x is None else HeadBias(x, *block_info.broadcast_index(x, batch, head))
+
+
 class Arrays(NamedTuple):
     """The arrays that kernels read for logits in global memory."""
 
     seeds: jax.Array | None  # uint32 [B, N, 2], of dropout
-    bias: jax.Array | None  # of bias.pad
+    bias: jax.Array | None  # of pad_bias
     score_mod: mods.Arrays | None
     mask: PackedMask | mods.Arrays | None  # a dense mask, or a mask_mod
     resolved_mask: ResolvedMask  # its data by rows and keys only, without the mask_mod
@@ -43,7 +87,7 @@ def arrays(p: Problem, x: Operands, t: Tiling) -> Arrays:
         mask = pack(x.mask, t)
     resolved_mask, _ = block_info.intervals(p, x.resolved_mask, t.block_q, t.block_k)
     score_mod = mods.arrays(p, x.score, t)
-    return Arrays(x.seeds, bias.pad(x.bias, t), score_mod, mask, resolved_mask)
+    return Arrays(x.seeds, pad_bias(x.bias, t), score_mod, mask, resolved_mask)
 
 
 class WeightedTangent(NamedTuple):
@@ -60,7 +104,7 @@ class Logits(NamedTuple):
     layouts: Layouts
     resolved_mask: ResolvedMask
     mask: HeadBits | mods.HeadMod | None
-    bias: bias.HeadBias | None
+    bias: HeadBias | None
     score_mod: mods.HeadMod | None
     dropout: dropout.Dropout | None
     # the number of what the score_mod reads whose cotangent `gradient` gives in place of dS
@@ -189,7 +233,7 @@ def for_head(p: Problem, layouts: Layouts, x: Arrays, batch: IntLike, head: IntL
         layouts,
         x.resolved_mask,
         mask,
-        bias.for_head(x.bias, batch, head),
+        head_bias(x.bias, batch, head),
         mods.for_head(p.score, x.score_mod, batch, head),
         dropout.for_head(p.dropped, x.seeds, batch, head),
     )
