@@ -16,8 +16,8 @@ from check import TOLERANCE, close, cotangents, program, run
 
 from pallas_flash import flash_attention
 from pallas_flash.choose import implementations
-from pallas_flash.kernels.blackwell import exponentials
-from pallas_flash.kernels.triton import tuning as triton
+from pallas_flash.kernels import triton
+from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -396,9 +396,9 @@ def test_what_all_weights_multiply_is_rounded_by_the_product_and_what_is_added_t
 
 def test_an_exp2_by_multiply_adds_errs_by_at_most_an_ulp_of_bfloat16():
     x = np.linspace(-126, 8, 2**20, dtype=np.float32)
-    exp2, expected = jax.jit(exponentials.exp2), np.exp2(np.float64(x))
+    exp2, expected = jax.jit(tile.exp2), np.exp2(np.float64(x))
     error = np.asarray(exp2(x)) / expected - 1
-    assert abs(error).max() <= exponentials.ERROR and abs(error.mean()) < 1e-6
+    assert abs(error).max() <= tile.EXP2_ERROR and abs(error.mean()) < 1e-6
     narrow = [np.asarray(jnp.bfloat16(p)).view(np.int16) for p in (exp2(x), expected)]
     assert abs(narrow[0] - narrow[1]).max() <= 1
     tiny = np.linspace(-127, -126, 1000, dtype=np.float32)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.blackwell import exponentials, tile
+from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS
 from pallas_flash.kernels.mosaic import logits, statistics
 from pallas_flash.kernels.mosaic.mask import TileMask
@@ -57,7 +57,7 @@ class Softmax(NamedTuple):
         # warpgroup has waited since, was begun after that.
         m.alpha[self.i] = alpha
         plgpu.barrier_arrive(m.alpha_full.at[self.i])
-        exp2 = functools.partial(exponentials.exp2_of_tile, columns=t.exp2_columns)
+        exp2 = functools.partial(tile.exp2_of_tile, columns=t.exp2_columns)
         count = len(pieces) // HALVES
         for half in range(HALVES):
             p = []
