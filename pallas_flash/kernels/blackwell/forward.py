@@ -1,8 +1,8 @@
 """The forward of FlashAttention-4 (arXiv:2603.05451): two tiles of 128 queries a program, whose
 softmaxes run under each other's products; S, P and O lie in tensor memory.
 
-Warpgroups 0 and 1 have the softmax of a tile each (forward_softmax.py). Warpgroup 2 corrects O, and
-of warpgroup 3 one warp begins the products, and one loads (forward_roles.py).
+Warpgroups 0 and 1 have the softmax of a tile each. Warpgroup 2 corrects O, and of warpgroup 3 one
+warp begins the products, and one loads (forward_roles.py).
 """
 
 import functools
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.blackwell import forward_roles, tile
-from pallas_flash.kernels.blackwell.forward_softmax import Softmax
 from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mma import forward as mma
 from pallas_flash.kernels.mosaic import (
@@ -149,7 +148,7 @@ def _kernel(number, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles)
     program = forward_roles.Program(
         p, t, x, o_gmem, stats_gmem, memory, tensor, work, blocks, count
     )
-    softmax = lambda i: lambda _: Softmax.of_tile(program, i).run()
+    softmax = lambda i: lambda _: forward_roles.Softmax.of_tile(program, i).run()
     specialize(
         *(Role(softmax(i), registers=192) for i in range(t.row_tiles)),
         Role(lambda _: forward_roles.Correction(program).run(), registers=88),
