@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer, Do
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
+from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.registers import opaque
@@ -26,7 +26,7 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
 # A block of queries is loaded a step earlier than its do.
-_ROW = Tiles(64, 64, owns_keys=True, stages=3)
+_ROW = GradientTiles(64, 64, owns_keys=True, stages=3)
 TILES = (
     _ROW,
     _ROW._replace(width=64, value_width=128),
@@ -58,7 +58,7 @@ class Memory(NamedTuple):
     done: Any  # products -> consumers
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+    def allocate(cls, p: Problem, t: GradientTiles) -> "Memory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         rows = plgpu.SMEM((t.value_stages, ROWS), jnp.float32)
         barriers, ordered = tile.barriers, tile.ordered_barriers
@@ -93,7 +93,7 @@ class TensorMemory(NamedTuple):
     dv: Any  # float32 [128, value_width]
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
+    def allocate(cls, p: Problem, t: GradientTiles) -> "TensorMemory":
         matrix = lambda columns: plgpu.TMEM((ROWS, columns), jnp.float32)
         gradients = matrix(ROWS), (tile.in_16_bits(p.dtype), tile.in_16_bits(p.dtype))
         if t.p_over_dp:
@@ -101,7 +101,7 @@ class TensorMemory(NamedTuple):
         return cls(matrix(ROWS), gradients, matrix(t.width), matrix(t.value_width))
 
 
-def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
+def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv]."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
@@ -118,7 +118,7 @@ def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     return [a[:, : p.keys, :, :size] for a, size in zip(sums, sizes, strict=True)]
 
 
-def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
     *outputs, (m, tensor) = refs
     p, t = problem, tiles
     work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))

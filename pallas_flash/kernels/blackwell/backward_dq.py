@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
+from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
@@ -28,9 +28,9 @@ from pallas_flash.tiled import schedule
 
 # A block of keys is held for a step longer than one of values.
 TILES = (
-    Tiles(64, 64, stages=3),
-    Tiles(128, 128, stages=3),
-    Tiles(192, 128, value_stages=1),
+    GradientTiles(64, 64, stages=3),
+    GradientTiles(128, 128, stages=3),
+    GradientTiles(192, 128, value_stages=1),
 )
 
 
@@ -55,7 +55,7 @@ class Memory(NamedTuple):
     dq_written: Any  # consumers -> the first of them
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+    def allocate(cls, p: Problem, t: GradientTiles) -> "Memory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         return cls(
@@ -87,14 +87,14 @@ class TensorMemory(NamedTuple):
     dq: Any  # float32 [128, width]
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
+    def allocate(cls, p: Problem, t: GradientTiles) -> "TensorMemory":
         scores = plgpu.TMEM((ROWS, ROWS), jnp.float32)
         return cls(
             scores, scores, tile.in_16_bits(p.dtype), plgpu.TMEM((ROWS, t.width), jnp.float32)
         )
 
 
-def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> jax.Array:
+def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> jax.Array:
     """dQ [B, T, N, H]."""
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
@@ -111,7 +111,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> jax.Array:
     return dq[:, : p.queries, :, : p.head_size]
 
 
-def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Tiles):
+def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: GradientTiles):
     (m, tensor), p, t = scratch, problem, tiles
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     blocks = block_info.visited(x, work, p, t)
@@ -215,7 +215,7 @@ class Consumer(NamedTuple):
     """A warpgroup that computes dS of all queries and half of the keys of each block."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: GradientTiles
     memory: Memory
     tensor: TensorMemory
     work: scheduler.WorkTile
@@ -226,7 +226,9 @@ class Consumer(NamedTuple):
     delta: Any
 
     @classmethod
-    def setup(cls, p: Problem, t: Tiles, x: Inputs, m, tensor, work, half: int) -> "Consumer":
+    def setup(
+        cls, p: Problem, t: GradientTiles, x: Inputs, m, tensor, work, half: int
+    ) -> "Consumer":
         queries = pl.ds(work.tile * ROWS, ROWS)
         lse, delta = (
             load(ref.at[work.batch, work.head, queries], tile.LAYOUTS.row)

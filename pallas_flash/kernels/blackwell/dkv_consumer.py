@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.blackwell.tile_sizes import ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import scheduler, tma
 from pallas_flash.kernels.mosaic.logits import Logits
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque, per_column
@@ -38,7 +38,7 @@ class Consumer(NamedTuple):
     end one has dV, the other dK."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: GradientTiles
     memory: Any  # backward_dkv.Memory
     tensor: Any  # backward_dkv.TensorMemory
     do: tile.Ring  # of Do

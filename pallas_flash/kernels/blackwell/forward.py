@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.blackwell import forward_roles, tile
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, AllTiles, Tiles
+from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, AllTiles, ForwardTiles
 from pallas_flash.kernels.mma import forward as mma
 from pallas_flash.kernels.mosaic import (
     block_info,
@@ -32,11 +32,11 @@ from pallas_flash.problem.arguments import Operands, Problem
 # (16 a clock) and some 1170 of instructions. Where exponentials bind, 8 columns of 32 are
 # polynomials: 1552 of exponentials, 1474 of instructions.
 TILES = (
-    Tiles(64, 64, row_tiles=2, stages=4, value_stages=4, exp2_columns=8),
-    Tiles(64, 128, row_tiles=2, stages=3, value_stages=3, exp2_columns=8),
-    Tiles(128, 64, row_tiles=2, stages=3, value_stages=3, exp2_columns=8),
-    Tiles(128, 128, row_tiles=2),
-    Tiles(192, 128, row_tiles=2, value_stages=1),
+    ForwardTiles(64, 64, stages=4, value_stages=4, exp2_columns=8),
+    ForwardTiles(64, 128, stages=3, value_stages=3, exp2_columns=8),
+    ForwardTiles(128, 64, stages=3, value_stages=3, exp2_columns=8),
+    ForwardTiles(128, 128),
+    ForwardTiles(192, 128, value_stages=1),
 )
 
 
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
     o_full: Any  # products, and the softmax as to l -> correction, in the end
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+    def allocate(cls, p: Problem, t: ForwardTiles) -> "Memory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         n = t.row_tiles
@@ -102,7 +102,7 @@ class TensorMemory(NamedTuple):
     o: tuple  # float32 [128, value_width]
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "TensorMemory":
+    def allocate(cls, p: Problem, t: ForwardTiles) -> "TensorMemory":
         s_and_p = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.halves(p.dtype)
         if t.p_over_s:
             s_and_p = plgpu.RefUnion(*s_and_p)
@@ -139,7 +139,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
 
 
-def _kernel(number, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+def _kernel(number, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: ForwardTiles):
     *stats_gmem, (memory, tensor) = outputs
     p, t = problem, tiles
     work = scheduler.query_tile(number, p, t.block_q, t.row_bytes(p.dtype))

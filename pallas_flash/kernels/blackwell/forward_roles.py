@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, Tiles
+from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, ForwardTiles
 from pallas_flash.kernels.mosaic import logits, scheduler, statistics, tma
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import ScoreTile
@@ -23,7 +23,7 @@ class Program(NamedTuple):
     """The tiles of queries of a program, and what its roles share."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: ForwardTiles
     x: Any  # forward.Inputs
     o_gmem: Any
     stats_gmem: list

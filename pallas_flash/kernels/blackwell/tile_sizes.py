@@ -10,15 +10,13 @@ TENSOR_COLUMNS = 512  # of 32 bits
 HALVES = 2  # of a tile's columns: a product begins when the first half of P or dS is there
 
 
-class Tiles(NamedTuple):
-    """A kernel that owns `row_tiles` x 128 queries, or 128 keys if `owns_keys`, and walks over
-    blocks of 128 of the others: `stages` of queries or keys and `value_stages` of do or values in
-    shared memory."""
+class ForwardTiles(NamedTuple):
+    """A kernel that owns `row_tiles` x 128 queries, and walks over blocks of 128 keys: `stages` of
+    keys and `value_stages` of values in shared memory."""
 
     width: int  # columns of queries and keys in shared memory
     value_width: int  # columns of values and the output
-    owns_keys: bool = False
-    row_tiles: int = 1
+    row_tiles: int = 2
     stages: int = 2
     value_stages: int = 2
     columns: int = 32  # of the scores that a thread computes at once
@@ -30,20 +28,43 @@ class Tiles(NamedTuple):
     in_order: bool = False
 
     swizzle = SWIZZLES[0]
+    block_k = ROWS
 
     @property
     def block_q(self) -> int:
         return self.row_tiles * ROWS
 
     @property
-    def block_k(self) -> int:
-        return ROWS
-
-    @property
     def p_over_s(self) -> bool:
-        """Whether P of the forward lies over S, since tensor memory has no columns for both."""
+        """Whether P lies over S, since tensor memory has no columns for both."""
         columns = self.row_tiles * (self.block_k + self.block_k // 2 + self.value_width)
         return columns > TENSOR_COLUMNS
+
+    @property
+    def tiling(self) -> Tiling:
+        return Tiling(self.block_q, self.block_k, self.columns)
+
+    def row_bytes(self, dtype: str) -> int:
+        """Bytes of a key and its value."""
+        return row_bytes(dtype, self.width, self.value_width)
+
+    def __str__(self):
+        return _describe(self)
+
+
+class GradientTiles(NamedTuple):
+    """A kernel that owns 128 queries, or 128 keys if `owns_keys`, and walks over blocks of 128 of
+    the others: `stages` of keys or queries and `value_stages` of values or do in shared memory."""
+
+    width: int  # columns of queries and keys in shared memory
+    value_width: int  # columns of values and do
+    owns_keys: bool = False
+    stages: int = 2
+    value_stages: int = 2
+    columns: int = 32  # of the scores that a thread computes at once
+
+    swizzle = SWIZZLES[0]
+    block_q = block_k = ROWS
 
     @property
     def p_over_dp(self) -> bool:
@@ -59,16 +80,20 @@ class Tiles(NamedTuple):
         return row_bytes(dtype, self.width, self.value_width)
 
     def __str__(self):
-        size = f"{self.block_q} x {self.block_k}, {self.stages} and {self.value_stages} stages"
-        return f"{size}, widths {self.width}/{self.value_width}, by tcgen05"
+        return _describe(self)
+
+
+def _describe(t: ForwardTiles | GradientTiles) -> str:
+    size = f"{t.block_q} x {t.block_k}, {t.stages} and {t.value_stages} stages"
+    return f"{size}, widths {t.width}/{t.value_width}, by tcgen05"
 
 
 class AllTiles(NamedTuple):
     """The kernels of a problem; None for those that are not by tcgen05 but `by_mma`."""
 
-    forward: Tiles | None  # None too for decoding
-    dq: Tiles | None
-    dkv: Tiles | None
+    forward: ForwardTiles | None  # None too for decoding
+    dq: GradientTiles | None
+    dkv: GradientTiles | None
     by_mma: mma.AllTiles
 
     @property

@@ -4,7 +4,7 @@ import functools
 
 from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
-from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, Tiles
+from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, ForwardTiles, GradientTiles
 from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
@@ -24,14 +24,14 @@ def tiles(problem: Problem) -> AllTiles:
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
-def _tiles(p: Problem, capability: float | None) -> tuple[Tiles | None, ...]:
+def _tiles(p: Problem, capability: float | None) -> tuple[ForwardTiles | GradientTiles | None, ...]:
     """The rows of the forward, of dQ, and of dK and dV."""
     tables = forward, backward_dq, backward_dkv
     row, *others = (_row(table.TILES, p, table.Memory) for table in tables)
     return row and row._replace(exp2_columns=_exp2_columns(row, p, capability)), *others
 
 
-def _exp2_columns(t: Tiles, p: Problem, capability: float | None) -> int:
+def _exp2_columns(t: ForwardTiles, p: Problem, capability: float | None) -> int:
     """Columns of the forward whose exponentials are polynomials: none on a B300, whose special
     units compute twice as many as a B200's, and none where instructions bind."""
     if capability == 10.3 or p.dropped or p.log_base is LogBase.E:
@@ -40,7 +40,7 @@ def _exp2_columns(t: Tiles, p: Problem, capability: float | None) -> int:
     return t.exp2_columns if p.soft_cap is None else t.columns
 
 
-def _row(table, p: Problem, memory) -> Tiles | None:
+def _row(table, p: Problem, memory) -> ForwardTiles | GradientTiles | None:
     """The cheapest row that holds the problem's heads and whose `memory` fits."""
     fits = lambda row: shared_bytes(memory.allocate(p, row)) <= SHARED
     return cheapest(table, p, fits)
