@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer, Do
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, GradientTiles
+from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.registers import opaque
@@ -74,11 +74,11 @@ class Memory(NamedTuple):
             q_free=ordered(t.stages),
             do_free=ordered(t.value_stages),
             s_full=ordered(1),
-            s_free=ordered(1, HALVES),
+            s_free=ordered(1, CONSUMERS),
             dp_full=ordered(1),
-            dp_loaded=ordered(1, HALVES),
-            p_full=ordered(1, HALVES),
-            ds_full=ordered(1, HALVES),
+            dp_loaded=ordered(1, CONSUMERS),
+            p_full=ordered(1, CONSUMERS),
+            ds_full=ordered(1, CONSUMERS),
             step_done=ordered(1),
             done=ordered(1),
         )
@@ -110,7 +110,7 @@ def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax
         x,
         programs=scheduler.key_programs(p, t.block_k),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in x.keys.arrays],
-        warpgroups=HALVES + 1,
+        warpgroups=CONSUMERS + 1,
         scratch=(Memory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_dk_dv",
     )
@@ -161,8 +161,8 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
         read_queries = x.queries.reader(work.batch, t.block_q)
         schedule.loop(0, opaque(p.group), load_head, None)
 
-    def compute(half):
-        consumer = Consumer(p, t, m, tensor, do, half, work)
+    def compute(number):
+        consumer = Consumer(p, t, m, tensor, do, number, work)
         consumer.start()
 
         def add_head(g, _):
@@ -179,7 +179,10 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
 
     products = Products(m, tensor, q, do, count, t.p_over_dp)
     specialize(
-        *(Role(lambda _, half=half: compute(half), registers=208) for half in range(HALVES)),
+        *(
+            Role(lambda _, number=number: compute(number), registers=208)
+            for number in range(CONSUMERS)
+        ),
         Role(tile.warps(products.run, produce), registers=88),
     )
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, GradientTiles
+from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
@@ -70,11 +70,11 @@ class Memory(NamedTuple):
             k_free=ordered(t.stages),
             v_free=ordered(t.value_stages),
             s_full=ordered(1),
-            s_free=ordered(1, HALVES),
+            s_free=ordered(1, CONSUMERS),
             dp_full=ordered(1),
-            ds_full=ordered(1, HALVES),
+            ds_full=ordered(1, CONSUMERS),
             dq_full=ordered(1),
-            dq_written=barriers(1, HALVES),
+            dq_written=barriers(1, CONSUMERS),
         )
 
 
@@ -104,7 +104,7 @@ def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> jax.Array:
         x,
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
-        warpgroups=HALVES + 1,
+        warpgroups=CONSUMERS + 1,
         scratch=(Memory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_dq",
     )
@@ -141,8 +141,8 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Gr
         read_keys = x.keys.reader(work.batch, t.block_k)
         schedule.loop(0, count, fetch, None)
 
-    def compute(half):
-        consumer = Consumer.setup(p, t, x, m, tensor, work, half)
+    def compute(number):
+        consumer = Consumer.setup(p, t, x, m, tensor, work, number)
 
         def step(n, _, masked):
             consumer.add(blocks.index(n), masked)
@@ -152,7 +152,10 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Gr
 
     products = Products(m, tensor, k, v, count)
     specialize(
-        *(Role(lambda _, half=half: compute(half), registers=208) for half in range(HALVES)),
+        *(
+            Role(lambda _, number=number: compute(number), registers=208)
+            for number in range(CONSUMERS)
+        ),
         Role(tile.warps(products.run, produce), registers=88),
     )
 
@@ -219,7 +222,7 @@ class Consumer(NamedTuple):
     memory: Memory
     tensor: TensorMemory
     work: scheduler.WorkTile
-    half: int
+    number: int  # of the two consumers
     logits: Logits
     mask: TileMask
     lse: Any  # [128]
@@ -227,7 +230,7 @@ class Consumer(NamedTuple):
 
     @classmethod
     def setup(
-        cls, p: Problem, t: GradientTiles, x: Inputs, m, tensor, work, half: int
+        cls, p: Problem, t: GradientTiles, x: Inputs, m, tensor, work, number: int
     ) -> "Consumer":
         queries = pl.ds(work.tile * ROWS, ROWS)
         lse, delta = (
@@ -236,14 +239,14 @@ class Consumer(NamedTuple):
         )
         logits = for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
         mask = logits.load_mask(work.batch, queries.start, ROWS)
-        return cls(p, t, m, tensor, work, half, logits, mask, lse, delta)
+        return cls(p, t, m, tensor, work, number, logits, mask, lse, delta)
 
     def add(self, block: IntLike, masked: bool):
         """Leaves dS of a block in tensor memory."""
-        m, keys, size = self.memory, tile.half(self.half), self.tiles.columns
+        m, keys, size = self.memory, tile.half_slice(self.number), self.tiles.columns
         shape = ROWS, size
         plgpu.barrier_wait(m.s_full)
-        s = tile.load(self.tensor.s, keys, size)
+        s = tile.load_columns(self.tensor.s, keys, size)
         plgpu.barrier_arrive(m.s_free)
         at = self.logits.tile(self.work.tile * ROWS, block * ROWS + keys.start, (ROWS, keys.size))
         lse, mask = (lambda: per_row(self.lse, shape)), self.mask if masked else None
@@ -253,7 +256,7 @@ class Consumer(NamedTuple):
         ]
         # whose commit follows dQ of the block before: that dS has been read
         plgpu.barrier_wait(m.dp_full)
-        dp = tile.load(self.tensor.dp, keys, size)
+        dp = tile.load_columns(self.tensor.dp, keys, size)
         ds = [
             self.logits.gradient(weight, back, piece, per_row(self.delta, shape))
             for (weight, back), piece in zip(weights, dp, strict=True)
@@ -266,10 +269,12 @@ class Consumer(NamedTuple):
         columns."""
         m, t, work = self.memory, self.tiles, self.work
         plgpu.barrier_wait(m.dq_full)
-        share = range(self.half * tile.SWIZZLED_COLUMNS, t.width, HALVES * tile.SWIZZLED_COLUMNS)
+        share = range(
+            self.number * tile.SWIZZLED_COLUMNS, t.width, CONSUMERS * tile.SWIZZLED_COLUMNS
+        )
         tile.write(m.q, self.tensor.dq, share, self.problem.scale)
         plgpu.barrier_arrive(m.dq_written)
-        if self.half == 0:
+        if self.number == 0:
             plgpu.barrier_wait(m.dq_written)
             rows = pl.ds(work.tile * ROWS, ROWS)
             tma.copy_out((m.q, tma.head_rows(dq_gmem, work.batch, rows, work.head, t.width)))

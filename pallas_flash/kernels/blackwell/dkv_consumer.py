@@ -42,13 +42,13 @@ class Consumer(NamedTuple):
     memory: Any  # backward_dkv.Memory
     tensor: Any  # backward_dkv.TensorMemory
     do: tile.Ring  # of Do
-    half: int
+    number: int  # of the two consumers
     work: scheduler.WorkTile
 
     @property
     def sum(self):
         """The sum that the consumer has, in tensor memory."""
-        return self.tensor.dk if self.half else self.tensor.dv
+        return self.tensor.dk if self.number else self.tensor.dv
 
     def start(self):
         """Sets the sum to zero, before `add` lets products add to it."""
@@ -58,7 +58,7 @@ class Consumer(NamedTuple):
 
     def add(self, block: Block, masked: bool):
         """Leaves P and dS of a block in tensor memory."""
-        m, queries, size = self.memory, tile.half(self.half), self.tiles.columns
+        m, queries, size = self.memory, tile.half_slice(self.number), self.tiles.columns
         dp_tmem, (p_tmem, ds_tmem) = self.tensor.gradients
         _, lse, delta = self.do.block(block.position)
         first_row, first_key = block.first_row + queries.start, self.work.tile * ROWS
@@ -68,7 +68,7 @@ class Consumer(NamedTuple):
 
         self.do.wait(block.position)
         plgpu.barrier_wait(m.s_full)
-        s = tile.load(self.tensor.s, queries, size)
+        s = tile.load_columns(self.tensor.s, queries, size)
         plgpu.barrier_arrive(m.s_free)
         weights = [
             self.probabilities(block.logits, *piece, lse, masked)
@@ -76,7 +76,7 @@ class Consumer(NamedTuple):
         ]
         # whose commit follows dV and dK of the block before: that P and dS have been read
         plgpu.barrier_wait(m.dp_full)
-        dp = tile.load(dp_tmem, queries, size)
+        dp = tile.load_columns(dp_tmem, queries, size)
         if self.tiles.p_over_dp:
             plgpu.barrier_arrive(m.dp_loaded)
             plgpu.barrier_wait(m.dp_loaded)
@@ -106,7 +106,7 @@ class Consumer(NamedTuple):
         m, t, work = self.memory, self.tiles, self.work
         smem, gmem, width, factor = (
             (m.k, dk_gmem, t.width, self.problem.scale)
-            if self.half
+            if self.number
             else (m.v, dv_gmem, t.value_width, 1.0)
         )
         plgpu.barrier_wait(m.done)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.blackwell import forward_roles, tile
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, AllTiles, ForwardTiles
+from pallas_flash.kernels.blackwell.tile_sizes import ROWS, AllTiles, ForwardTiles
 from pallas_flash.kernels.mma import forward as mma
 from pallas_flash.kernels.mosaic import (
     block_info,
@@ -66,7 +66,7 @@ class Memory(NamedTuple):
     v_free: Any
     s_full: Any  # products -> softmax
     alpha_full: Any  # softmax -> correction
-    p_full: tuple  # for each half of P: softmax, and at the first the correction -> products
+    p_full: tuple  # for each part of P: softmax, and at the first the correction -> products
     p_read: Any  # products -> products
     o_full: Any  # products, and the softmax as to l -> correction, in the end
 
@@ -89,7 +89,7 @@ class Memory(NamedTuple):
             v_free=ordered(t.value_stages),
             s_full=ordered(n),
             alpha_full=ordered(n),
-            p_full=tuple(ordered(n, arrivals=1 if half else 2) for half in range(HALVES)),
+            p_full=(ordered(n, arrivals=2), ordered(n)),
             p_read=ordered(n),
             o_full=ordered(n, arrivals=2),
         )
@@ -98,16 +98,24 @@ class Memory(NamedTuple):
 class TensorMemory(NamedTuple):
     """The tensor memory of a program, for each of its tiles of queries."""
 
-    s_and_p: tuple  # float32 [128, 128], and P in halves of 64 columns
+    scores: tuple  # S, float32 [128, 128], and the parts of P, of 64 columns each
     o: tuple  # float32 [128, value_width]
 
     @classmethod
     def allocate(cls, p: Problem, t: ForwardTiles) -> "TensorMemory":
-        s_and_p = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.halves(p.dtype)
+        scores = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.p_in_parts(p.dtype)
         if t.p_over_s:
-            s_and_p = plgpu.RefUnion(*s_and_p)
+            scores = plgpu.RefUnion(*scores)
         o = plgpu.TMEM((ROWS, t.value_width), jnp.float32)
-        return cls((s_and_p,) * t.row_tiles, (o,) * t.row_tiles)
+        return cls((scores,) * t.row_tiles, (o,) * t.row_tiles)
+
+    def s(self, i: int):
+        s, _ = self.scores[i]
+        return s
+
+    def p(self, i: int) -> tuple:
+        _, parts = self.scores[i]
+        return parts
 
 
 def forward(problem: Problem, tiles: AllTiles, x: Operands):

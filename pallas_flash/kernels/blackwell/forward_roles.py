@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS, ForwardTiles
+from pallas_flash.kernels.blackwell.tile_sizes import ROWS, ForwardTiles
 from pallas_flash.kernels.mosaic import logits, scheduler, statistics, tma
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import ScoreTile
@@ -115,18 +115,18 @@ class Products(NamedTuple):
     def scores(self, i: int, n: IntLike):
         """Begins S = Q K^T of block n."""
         program, m = self.program, self.program.memory
-        (s, _), k = program.tensor.s_and_p[i], program.k.block(n)
-        tile.dot_t(s, m.q.at[i, :, : program.tiles.width], k)
+        q, k = m.q.at[i, :, : program.tiles.width], program.k.block(n)
+        tile.dot_t(program.tensor.s(i), q, k)
         plgpu.tcgen05_commit_arrive(m.s_full.at[i])
 
     def accumulate(self, i: int, n: IntLike):
-        """Begins O += P V of block n, by the halves of P."""
-        program = self.program
-        (_, halves), v = program.tensor.s_and_p[i], program.v.block(n)
-        for half, p in enumerate(halves):
-            plgpu.barrier_wait(program.memory.p_full[half].at[i])
-            accumulate = True if half else n > 0
-            plgpu.tcgen05_mma(program.tensor.o[i], p, v.at[tile.half(half)], accumulate=accumulate)
+        """Begins O += P V of block n, by the parts of P."""
+        program, o = self.program, self.program.tensor.o[i]
+        v = program.v.block(n)
+        for part, p in enumerate(program.tensor.p(i)):
+            plgpu.barrier_wait(program.memory.p_full[part].at[i])
+            accumulate = True if part else n > 0
+            plgpu.tcgen05_mma(o, p, v.at[tile.half_slice(part)], accumulate=accumulate)
 
     def await_p_read(self, i: int):
         """Waits until P V has read the P that the next S overwrites. Both run in the order in which
@@ -168,7 +168,7 @@ class Softmax(NamedTuple):
     def step(self, n: IntLike, stats: SoftmaxState, masked: bool):
         """P of the block at position n, and alpha, by which the correction scales O."""
         t, m, log_base = self.program.tiles, self.program.memory, self.program.problem.log_base
-        pieces, (_, p_tmem) = self.pieces(n), self.program.tensor.s_and_p[self.i]
+        pieces, p_tmem = self.pieces(n), self.program.tensor.p(self.i)
         s, scale = self.scores(pieces, masked)  # [128, columns] each
         stats, alpha = online_softmax.raise_maximum(
             jnp.concatenate(s, axis=1), stats, log_base, scale, t.rescale_threshold
@@ -178,14 +178,14 @@ class Softmax(NamedTuple):
         m.alpha[self.i] = alpha
         plgpu.barrier_arrive(m.alpha_full.at[self.i])
         exp2 = functools.partial(tile.exp2_of_tile, columns=t.exp2_columns)
-        count = len(pieces) // HALVES
-        for half in range(HALVES):
+        count = len(pieces) // len(p_tmem)
+        for part, part_tmem in enumerate(p_tmem):
             p = []
-            for at, x in list(zip(pieces, s, strict=True))[half * count :][:count]:
+            for at, x in list(zip(pieces, s, strict=True))[part * count :][:count]:
                 x, stats = online_softmax.weights(x, stats, log_base, scale, exp2)
                 p.append(self.logits.drop(x, at).astype(self.program.problem.dtype))
-            tile.store(p_tmem[half], 0, p)
-            plgpu.barrier_arrive(m.p_full[half].at[self.i])
+            tile.store(part_tmem, 0, p)
+            plgpu.barrier_arrive(m.p_full[part].at[self.i])
         return stats
 
     def pieces(self, n: IntLike) -> list[ScoreTile]:
@@ -197,9 +197,9 @@ class Softmax(NamedTuple):
 
     def scores(self, pieces: list[ScoreTile], masked: bool):
         """The logits of each piece, once S is there, and a factor that they omit."""
-        program, (s_tmem, _) = self.program, self.program.tensor.s_and_p[self.i]
+        program = self.program
         plgpu.barrier_wait(program.memory.s_full.at[self.i])
-        loaded = tile.load(s_tmem, pl.ds(0, ROWS), program.tiles.columns)
+        loaded = tile.load_columns(program.tensor.s(self.i), pl.ds(0, ROWS), program.tiles.columns)
         s, scales = zip(*map(self.logits.modify, loaded, pieces), strict=True)
         if masked:
             s = [self.mask.select(at)(x, -jnp.inf) for x, at in zip(s, pieces, strict=True)]

@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.blackwell.tile_sizes import HALVES, ROWS
+from pallas_flash.kernels.blackwell.tile_sizes import HALF, ROWS
 from pallas_flash.kernels.mosaic import tma
 from pallas_flash.kernels.mosaic.registers import Layouts, per_row, some_below_one
 
@@ -87,9 +87,9 @@ def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
 SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
 
 
-def halves(dtype) -> tuple:
-    """P of a tile, as a left operand, in halves of its columns."""
-    return (plgpu.TMEM((ROWS, ROWS // HALVES), dtype, packed=True),) * HALVES
+def p_in_parts(dtype) -> tuple:
+    """P of a tile, as left operands, each half of its columns."""
+    return (plgpu.TMEM((ROWS, HALF), dtype, packed=True),) * (ROWS // HALF)
 
 
 def column_slices(width: int, size: int) -> list[pl.Slice]:
@@ -115,9 +115,9 @@ def in_16_bits(dtype):
     return plgpu.TMEM((ROWS, ROWS), dtype, packed=True)
 
 
-def half(number: int) -> pl.Slice:
-    """One half of the rows or columns of a tile."""
-    return pl.ds(number * (ROWS // HALVES), ROWS // HALVES)
+def half_slice(number: int) -> pl.Slice:
+    """The first or the second half of the rows or columns of a tile."""
+    return pl.ds(number * HALF, HALF)
 
 
 def dot_t(acc, a, b, accumulate: bool = False):
@@ -125,7 +125,7 @@ def dot_t(acc, a, b, accumulate: bool = False):
     plgpu.tcgen05_mma(acc, a, b.transpose((1, 0)), accumulate=accumulate)
 
 
-def load(ref, columns: pl.Slice, size: int) -> list:
+def load_columns(ref, columns: pl.Slice, size: int) -> list:
     """These columns of a float32 tile, in pieces of `size`."""
     pieces = [
         plgpu.async_load_tmem(ref.at[:, pl.ds(columns.start + d, size)], layout=LAYOUTS.tile)

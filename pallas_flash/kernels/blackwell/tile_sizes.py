@@ -7,7 +7,8 @@ from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, row_bytes
 
 ROWS = 128  # of a product, and of tensor memory
 TENSOR_COLUMNS = 512  # of 32 bits
-HALVES = 2  # of a tile's columns: a product begins when the first half of P or dS is there
+HALF = ROWS // 2  # columns of P that a product begins with, or of a consumer of the backward
+CONSUMERS = 2  # of the backward: each computes half of a block's scores
 
 
 class ForwardTiles(NamedTuple):
