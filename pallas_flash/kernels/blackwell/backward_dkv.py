@@ -16,10 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.dkv_consumer import Block, Consumer, Do
+from pallas_flash.kernels.blackwell.dkv_consumer import Consumer, Do
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
+from pallas_flash.kernels.mosaic.query_block import QueryBlock
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem
@@ -167,10 +168,13 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
 
         def add_head(g, _):
             blocks, position = query_blocks(g)
-            head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head + g)
+            head = work.head + g
+            of_head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, head)
 
             def step(n, _, masked):
-                consumer.add(Block(position(n), blocks.index(n) * ROWS, head), masked)
+                first_row = blocks.index(n) * ROWS
+                block = QueryBlock(position(n), work.batch, head, first_row, of_head)
+                consumer.add(block, masked)
 
             blocks.visit(step, None)
 

@@ -8,12 +8,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import scheduler, tma
-from pallas_flash.kernels.mosaic.logits import Logits
-from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque, per_column
+from pallas_flash.kernels.mosaic.query_block import QueryBlock
+from pallas_flash.kernels.mosaic.registers import ScoreTile
 from pallas_flash.problem.arguments import Problem
 
 
@@ -23,14 +22,6 @@ class Do(NamedTuple):
     do: Any
     lse: Any
     delta: Any
-
-
-class Block(NamedTuple):
-    """A block of queries of one head."""
-
-    position: IntLike  # in the rings
-    first_row: IntLike
-    logits: Logits
 
 
 class Consumer(NamedTuple):
@@ -56,7 +47,7 @@ class Consumer(NamedTuple):
         count = self.sum.shape[1] // self.tiles.columns
         tile.store(self.sum, 0, [zeros] * count)
 
-    def add(self, block: Block, masked: bool):
+    def add(self, block: QueryBlock, masked: bool):
         """Leaves P and dS of a block in tensor memory."""
         m, queries, size = self.memory, tile.half_slice(self.number), self.tiles.columns
         dp_tmem, (p_tmem, ds_tmem) = self.tensor.gradients
@@ -71,8 +62,8 @@ class Consumer(NamedTuple):
         s = tile.load_columns(self.tensor.s, queries, size)
         plgpu.barrier_arrive(m.s_free)
         weights = [
-            self.probabilities(block.logits, *piece, lse, masked)
-            for piece in zip(s, places, rows, strict=True)
+            self.probabilities(block, piece, place, lse.at[of_piece], masked)
+            for piece, place, of_piece in zip(s, places, rows, strict=True)
         ]
         # whose commit follows dV and dK of the block before: that P and dS have been read
         plgpu.barrier_wait(m.dp_full)
@@ -83,20 +74,18 @@ class Consumer(NamedTuple):
         tile.store(p_tmem, queries.start, [p for p, *_ in weights])
         plgpu.barrier_arrive(m.p_full)
         ds = [
-            block.logits.gradient(weight, back, piece, per_query(delta, of_piece))
+            block.logits.gradient(
+                weight, back, piece, block.per_query(delta.at[of_piece], piece.shape)
+            )
             for (_, weight, back), piece, of_piece in zip(weights, dp, rows, strict=True)
         ]
         tma.fence()  # lse and delta have been read, and TMA may write there
         tile.store(ds_tmem, queries.start, ds)
         plgpu.barrier_arrive(m.ds_full)
 
-    def probabilities(self, logits: Logits, s, at: ScoreTile, rows: pl.Slice, lse, masked: bool):
+    def probabilities(self, block: QueryBlock, s, at: ScoreTile, lse, masked: bool):
         """P of a piece of the scores, and what `Logits.gradient` takes."""
-        mask = None
-        if masked:
-            batch, size = opaque(self.work.batch), at.shape[1]
-            mask = logits.load_mask(batch, at.first_query, size, transposed=True)
-        p, weight, back = logits.probabilities(s, at, lambda: per_query(lse, rows), mask)
+        p, weight, back = block.probabilities(s, at, lse, masked)
         if self.problem.dropped:  # registers do not hold P, which is not the weight then, as it is
             p = lax.optimization_barrier(p.astype(self.problem.dtype))
         return p, weight, back
@@ -113,8 +102,3 @@ class Consumer(NamedTuple):
         tile.write(smem, self.sum, range(0, width, tile.SWIZZLED_COLUMNS), factor)
         rows = pl.ds(work.tile * ROWS, ROWS)
         tma.copy_out((smem, tma.head_rows(gmem, work.batch, rows, work.kv_head, width)))
-
-
-def per_query(ref, rows: pl.Slice):
-    """The ref's values of these queries, for each score."""
-    return per_column(plgpu.load(ref.at[rows], layout=tile.LAYOUTS.column), (ROWS, rows.size))

@@ -11,12 +11,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dkv_columns import FirstConsumer, SecondConsumer
-from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer, Do, KeyConsumer, Q
+from pallas_flash.kernels.hopper.dkv_consumer import DkvConsumer, Do, KeyConsumer, Q
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
+from pallas_flash.kernels.mosaic.query_block import QueryBlock
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem
@@ -198,9 +199,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
     def compute(wg, kind: type[DkvConsumer]):
         plgpu.barrier_wait(memory.kv_full)
-        consumer_at = lambda wg: kind(
-            problem, tiles, memory, q, do, wg, work.batch, first_key, dq_gmem, store
-        )
+        consumer_at = lambda wg: kind(problem, tiles, memory, q, do, wg, first_key, dq_gmem, store)
 
         def head(g, sums):
             blocks, position = query_blocks(g)
@@ -208,7 +207,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
 
             def step(t, sums, masked):
                 first_row = blocks.index(t) * tiles.block_q
-                block = Block(position(t), work.head + g, first_row, of_head)
+                block = QueryBlock(position(t), work.batch, work.head + g, first_row, of_head)
                 return consumer_at(opaque(wg)).add(block, masked, sums)
 
             return blocks.visit(step, sums)

@@ -10,20 +10,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.dkv_consumer import Block, DkvConsumer
+from pallas_flash.kernels.hopper.dkv_consumer import DkvConsumer
+from pallas_flash.kernels.mosaic.query_block import QueryBlock
 
 
 class ColumnConsumer(DkvConsumer):
     """One of the two consumers. A kernel may sum dK or dV alone."""
 
-    def compute(self, block: Block, masked: bool, p):
+    def compute(self, block: QueryBlock, masked: bool, p):
         """Leaves P in p, or dP - delta, in shared memory. Returns what `write_ds` takes."""
         raise NotImplementedError
 
-    def write_ds(self, block: Block, weights):
+    def write_ds(self, block: QueryBlock, weights):
         """Leaves dS in shared memory."""
 
-    def add(self, block: Block, masked: bool, sums: dict) -> dict:
+    def add(self, block: QueryBlock, masked: bool, sums: dict) -> dict:
         q, do = self.q.block(block.position).q, self.do.block(block.position).do
         has_dk, has_dv = self.tiles.has_dk, self.tiles.has_dv
         # two slots: none waits until the other consumer has read the P before
@@ -66,7 +67,7 @@ class ColumnConsumer(DkvConsumer):
 class FirstConsumer(ColumnConsumer):
     """The consumer that computes P and dS."""
 
-    def compute(self, block: Block, masked: bool, p):
+    def compute(self, block: QueryBlock, masked: bool, p):
         """Returns once dO, where dV is summed, and delta for dropout are there."""
         k, q = self.memory.k.at[self.keys], self.q.block(block.position).q
         has_dk, has_dv = self.tiles.has_dk, self.tiles.has_dv
@@ -87,16 +88,18 @@ class FirstConsumer(ColumnConsumer):
             p[...] = prob
         return weights
 
-    def write_ds(self, block: Block, weights):
+    def write_ds(self, block: QueryBlock, weights):
         ds = self.memory.ds
         ds[...] = block.logits.gradient(*weights, *self.load_dp(block)).astype(ds.dtype)
 
-    def load_dp(self, block: Block):
+    def load_dp(self, block: QueryBlock):
         """The second consumer's dP, and delta, as `Logits.gradient` takes them."""
         dp, delta = plgpu.layout_cast(self.memory.dp[...], tile.LAYOUTS.tile), None
         dp = dp.astype(jnp.float32)
         if self.problem.dropped:  # which leaves -delta of it
-            delta = self.per_query(self.do.block(block.position).delta, self.queries)
+            delta = block.per_query(
+                self.do.block(block.position).delta.at[self.queries], self.shape
+            )
             dp = dp + delta
         return dp, delta
 
@@ -109,7 +112,7 @@ class FirstConsumer(ColumnConsumer):
 class SecondConsumer(ColumnConsumer):
     """The consumer that computes dP."""
 
-    def compute(self, block: Block, masked: bool, p):
+    def compute(self, block: QueryBlock, masked: bool, p):
         """Returns once Q is there, where dK is summed."""
         if not self.tiles.has_dk:
             return self.wait(block, "do")
@@ -119,7 +122,7 @@ class SecondConsumer(ColumnConsumer):
             self.order("sync")  # so that dP runs under the exponentials
         dp = tile.product(lambda acc: tile.dot_t(acc, v, do), self.shape)
         self.wait(block, "delta")
-        dp = dp - self.per_query(delta, self.queries)
+        dp = dp - block.per_query(delta.at[self.queries], self.shape)
         self.wait(block, "q")
         self.memory.dp[...] = dp.astype(self.memory.dp.dtype)
 

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.dq_store import DqStore
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import elements, tma
-from pallas_flash.kernels.mosaic.logits import Logits
-from pallas_flash.kernels.mosaic.registers import opaque, per_column
+from pallas_flash.kernels.mosaic.query_block import QueryBlock
+from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.problem.arguments import Problem
 
 
@@ -33,15 +32,6 @@ class Do(NamedTuple):
     delta: Any  # None where there is no dK
 
 
-class Block(NamedTuple):
-    """A block of queries of one head."""
-
-    position: IntLike  # in the rings
-    head: IntLike
-    first_row: IntLike
-    logits: Logits
-
-
 class DkvConsumer(NamedTuple):
     """A warpgroup that owns a share of its program's dK and dV. Scores are transposed, [keys,
     queries]."""
@@ -52,12 +42,11 @@ class DkvConsumer(NamedTuple):
     q: sync.TmaRing  # of Q
     do: sync.TmaRing  # of Do
     wg: IntLike
-    batch: IntLike
     first_key: IntLike
     dq_gmem: Any = None  # in the fused scheme
     dq_store: DqStore | None = None  # where its producer adds dq
 
-    def add(self, block: Block, masked: bool, sums: dict) -> dict:
+    def add(self, block: QueryBlock, masked: bool, sums: dict) -> dict:
         """dK += dS^T Q and dV += P^T dO with a block of queries."""
         raise NotImplementedError
 
@@ -94,31 +83,24 @@ class DkvConsumer(NamedTuple):
         """Waits for all consumers."""
         sync.consumer_barrier(self.ids.consumers, self.tiles.warpgroups)
 
-    def wait(self, block: Block, array: str):
+    def wait(self, block: QueryBlock, array: str):
         """Waits for one of q, do and delta of a block."""
         (self.q if array == "q" else self.do).wait(block.position, array)
 
-    def probabilities(self, block: Block, rows: pl.Slice, masked: bool, s):
+    def probabilities(self, block: QueryBlock, rows: pl.Slice, masked: bool, s):
         """P, in the dtype of q, of a slice of the block's queries, and what `Logits.gradient`
         takes."""
         q, lse = self.q.block(block.position)
         first_row, first_key = block.first_row + rows.start, self.first_key + self.keys.start
-        mask = None
-        if masked:
-            mask = block.logits.load_mask(opaque(self.batch), first_row, rows.size, transposed=True)
         at = block.logits.tile(first_row, first_key, self.shape, transposed=True)
-        p, weight, back = block.logits.probabilities(s, at, lambda: self.per_query(lse, rows), mask)
+        p, weight, back = block.probabilities(s, at, lse.at[rows], masked)
         return (*lax.optimization_barrier((p.astype(q.dtype), weight)), back)
-
-    def per_query(self, ref, rows: pl.Slice):
-        """The ref's values of these queries, for each score."""
-        return per_column(plgpu.load(ref.at[rows], layout=tile.LAYOUTS.column), self.shape)
 
 
 class KeyConsumer(DkvConsumer):
     """A consumer that owns 64 keys, and all columns of their dK and dV."""
 
-    def add(self, block: Block, masked: bool, sums: dict) -> dict:
+    def add(self, block: QueryBlock, masked: bool, sums: dict) -> dict:
         """Adds 64 queries at a time."""
         q, do = self.q.block(block.position).q, self.do.block(block.position).do
         slices = [pl.ds(first, ROWS) for first in range(0, self.tiles.block_q, ROWS)]
@@ -154,7 +136,7 @@ class KeyConsumer(DkvConsumer):
         self.do.release(block.position)
         return dict(dk=dk, dv=dv)
 
-    def p_and_ds(self, block: Block, rows: pl.Slice, masked: bool):
+    def p_and_ds(self, block: QueryBlock, rows: pl.Slice, masked: bool):
         """P and dS, in the dtype of q, of 64 of the block's queries."""
         q, (do, delta) = self.q.block(block.position).q, self.do.block(block.position)
         logits, shape = block.logits, self.shape
@@ -190,10 +172,10 @@ class KeyConsumer(DkvConsumer):
         else:
             p, weight, dp = tile.with_accumulators(both, shape, shape)
             back = None
-        ds = logits.gradient(weight, back, dp, self.per_query(delta, rows))
+        ds = logits.gradient(weight, back, dp, block.per_query(delta.at[rows], self.shape))
         return p, ds.astype(q.dtype)
 
-    def ds_after_dv(self, block: Block, rows: pl.Slice, masked: bool, add_dv: Callable):
+    def ds_after_dv(self, block: QueryBlock, rows: pl.Slice, masked: bool, add_dv: Callable):
         """dS, in the dtype of q, of 64 of the block's queries, where registers hold S or dP:
         add_dv(P) comes between the two, and P, the weight of dS, is held in that dtype until dP is
         there."""
@@ -213,10 +195,10 @@ class KeyConsumer(DkvConsumer):
         dp = tile.product(lambda acc: tile.dot_t(acc, v, do.at[rows]), self.shape)
         self.wait(block, "delta")
         weight = tile.as_float32(weight)
-        ds = block.logits.gradient(weight, None, dp, self.per_query(delta, rows))
+        ds = block.logits.gradient(weight, None, dp, block.per_query(delta.at[rows], self.shape))
         return ds.astype(q.dtype)
 
-    def add_dq(self, block: Block, ds, begin_next: Callable):
+    def add_dq(self, block: QueryBlock, ds, begin_next: Callable):
         """Adds the consumer's share of dQ += dS K to global memory; ds is that of all consumers,
         [block_k, block_q]. begin_next() begins a product for each 64 queries meanwhile."""
         rows = self.share(self.tiles.block_q, self.tiles.block_q // ROWS)
@@ -232,5 +214,5 @@ class KeyConsumer(DkvConsumer):
         if self.dq_store is not None:
             return self.dq_store.handoff(self.wg).put(dq=dq)
         rows = pl.ds(block.first_row + rows.start, rows.size)
-        target = self.dq_gmem.at[self.batch, rows, block.head, columns]
+        target = self.dq_gmem.at[block.batch, rows, block.head, columns]
         tile.add_out(dq, self.memory.dq.at[self.wg], target)
