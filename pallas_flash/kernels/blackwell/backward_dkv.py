@@ -18,8 +18,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.dkv_consumer import Consumer, Do
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
-from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.query_block import QueryBlock
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
@@ -132,15 +132,8 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
     do = tile.Ring(m.do, m.do_full, m.do_free, count)
 
     def produce():
-        def rows(array, head, first, width):
-            return tma.head_rows(array, work.batch, pl.ds(first, ROWS), head, width)
-
-        def copy_keys(first, k_gmem, v_gmem):
-            for array, width, to, full in (
-                (k_gmem, t.width, m.k, m.k_full),
-                (v_gmem, t.value_width, m.v, m.v_full),
-            ):
-                plgpu.copy_gmem_to_smem(rows(array, work.kv_head, first, width), to, full)
+        tile.load_owned(t, work, work.kv_head, x.keys, (m.k, m.v), (m.k_full, m.v_full))
+        read = x.queries.reader(work.batch, t.block_q)
 
         def load_head(g, _):
             blocks, position = query_blocks(g)
@@ -149,17 +142,15 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
             def load(n, _):
                 by_row = work.batch, head, pl.ds(blocks.index(n) * ROWS, ROWS)
 
-                def copy_queries(first, q_gmem, do_gmem):
-                    q.fill(position(n), rows(q_gmem, head, first, t.width))
-                    do_rows = rows(do_gmem, head, first, t.value_width)
+                def fill(first, *arrays):
+                    q_rows, do_rows = tile.head_rows(t, work.batch, head, first, arrays)
+                    q.fill(position(n), q_rows)
                     do.fill(position(n), Do(do_rows, x.lse.at[by_row], x.delta.at[by_row]))
 
-                read_queries(blocks.index(n), copy_queries)
+                read(blocks.index(n), fill)
 
             schedule.loop(opaque(blocks.first), opaque(blocks.last), load, None)
 
-        x.keys.reader(work.batch, t.block_k)(work.tile, copy_keys)
-        read_queries = x.queries.reader(work.batch, t.block_q)
         schedule.loop(0, opaque(p.group), load_head, None)
 
     def compute(number):
@@ -181,44 +172,28 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
         schedule.loop(0, opaque(p.group), add_head, None)
         consumer.finish(*outputs)
 
-    products = Products(m, tensor, q, do, count, t.p_over_dp)
-    specialize(
-        *(
-            Role(lambda _, number=number: compute(number), registers=208)
-            for number in range(CONSUMERS)
-        ),
-        Role(tile.warps(products.run, produce), registers=88),
-    )
+    tile.specialize(compute, Products(m, tensor, q, do, t.p_over_dp).run, produce)
 
 
 class Products(NamedTuple):
-    """The warp that begins the products, for blocks of queries 0 to count - 1."""
+    """The warp that begins the products, for the blocks of queries in the rings."""
 
     memory: Memory
     tensor: TensorMemory
     q: tile.Ring
     do: tile.Ring
-    count: IntLike
     p_over_dp: bool
 
     def run(self):
         m, first = self.memory, jnp.int32(0)
         plgpu.barrier_wait(m.k_full)
-        self.if_block(first, self.begin_s, self.finish_s)
+        self.q.if_block(first, self.begin_s, self.finish_s)
         plgpu.barrier_wait(m.v_full)
-        self.if_block(first, self.begin_dp)
-        self.if_block(first + 1, self.begin_s, self.finish_s)
-        schedule.loop(0, self.count, self.step, None)
+        self.q.if_block(first, self.begin_dp)
+        self.q.if_block(first + 1, self.begin_s, self.finish_s)
+        schedule.loop(0, self.q.count, self.step, None)
         plgpu.tcgen05_commit_arrive(m.done)
-        self.if_block(first, lambda _: plgpu.barrier_wait(m.s_free))  # of the last block
-
-    def if_block(self, t: IntLike, *functions):
-        """Calls functions of block t where there is one."""
-
-        @pl.when(t < self.count)
-        def _():
-            for function in functions:
-                function(t)
+        self.q.if_block(first, lambda _: plgpu.barrier_wait(m.s_free))  # of the last block
 
     def step(self, t: IntLike, _):
         """dV += P^T dO and dK += dS^T Q of block t, and the products of the next blocks."""
@@ -231,16 +206,16 @@ class Products(NamedTuple):
         self.q.release(t)
         self.do.release(t)
         if not self.p_over_dp:
-            self.if_block(t + 1, self.begin_dp)
-            self.if_block(t + 2, self.begin_s, self.finish_s)
+            self.q.if_block(t + 1, self.begin_dp)
+            self.q.if_block(t + 2, self.begin_s, self.finish_s)
             return
         # dP overwrites what these products read: part of S fills the time until they have ended,
         # the rest of S that in which the consumers take dP from there
         plgpu.tcgen05_commit_arrive(m.step_done)
-        self.if_block(t + 2, self.begin_s)
+        self.q.if_block(t + 2, self.begin_s)
         plgpu.barrier_wait(m.step_done)
-        self.if_block(t + 1, self.begin_dp)
-        self.if_block(t + 2, self.finish_s)
+        self.q.if_block(t + 1, self.begin_dp)
+        self.q.if_block(t + 2, self.finish_s)
 
     def begin_s(self, t: IntLike):
         """The first part of S^T = K Q^T of block t, once S of the block before is in registers."""

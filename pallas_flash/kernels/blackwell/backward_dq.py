@@ -18,7 +18,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, scheduler, tma
-from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
+from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
@@ -120,26 +120,8 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Gr
     v = tile.Ring(m.v, m.v_full, m.v_free, count)
 
     def produce():
-        def rows(array, head, first, width):
-            return tma.head_rows(array, work.batch, pl.ds(first, ROWS), head, width)
-
-        def copy_queries(first, q_gmem, do_gmem):
-            for array, width, to, full in (
-                (q_gmem, t.width, m.q, m.q_full),
-                (do_gmem, t.value_width, m.do, m.do_full),
-            ):
-                plgpu.copy_gmem_to_smem(rows(array, work.head, first, width), to, full)
-
-        def fetch(n, _):
-            def copy_keys(first, k_gmem, v_gmem):
-                k.fill(n, rows(k_gmem, work.kv_head, first, t.width))
-                v.fill(n, rows(v_gmem, work.kv_head, first, t.value_width))
-
-            read_keys(blocks.index(blocks.first + n), copy_keys)
-
-        x.queries.reader(work.batch, t.block_q)(work.tile, copy_queries)
-        read_keys = x.keys.reader(work.batch, t.block_k)
-        schedule.loop(0, count, fetch, None)
+        tile.load_owned(t, work, work.head, x.queries, (m.q, m.do), (m.q_full, m.do_full))
+        tile.load_keys(t, work, x.keys, blocks, k, v)
 
     def compute(number):
         consumer = Consumer.setup(p, t, x, m, tensor, work, number)
@@ -150,24 +132,16 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Gr
         blocks.visit(step, None)
         consumer.finish(dq_gmem)
 
-    products = Products(m, tensor, k, v, count)
-    specialize(
-        *(
-            Role(lambda _, number=number: compute(number), registers=208)
-            for number in range(CONSUMERS)
-        ),
-        Role(tile.warps(products.run, produce), registers=88),
-    )
+    tile.specialize(compute, Products(m, tensor, k, v).run, produce)
 
 
 class Products(NamedTuple):
-    """The warp that begins the products, for blocks of keys 0 to count - 1."""
+    """The warp that begins the products, for the blocks of keys in the rings."""
 
     memory: Memory
     tensor: TensorMemory
     k: tile.Ring
     v: tile.Ring
-    count: IntLike
 
     def run(self):
         m, first = self.memory, jnp.int32(0)
@@ -176,7 +150,7 @@ class Products(NamedTuple):
         plgpu.barrier_wait(m.do_full)
         self.begin_dp(first)
         self.begin_next_s(first)
-        schedule.loop(0, self.count, self.step, None)
+        schedule.loop(0, self.k.count, self.step, None)
         plgpu.tcgen05_commit_arrive(m.dq_full)
         plgpu.barrier_wait(m.s_free)  # of the last block
 
@@ -186,19 +160,12 @@ class Products(NamedTuple):
         plgpu.barrier_wait(self.memory.ds_full)
         plgpu.tcgen05_mma(tensor.dq, tensor.ds, self.k.block(n), accumulate=n > 0)
         self.k.release(n)
-
-        @pl.when(n + 1 < self.count)
-        def _():
-            self.begin_dp(n + 1)
-            self.begin_next_s(n + 1)
+        self.k.if_block(n + 1, self.begin_dp, self.begin_next_s)
 
     def begin_next_s(self, n: IntLike):
         """S of the block after block n, once that of block n is in registers."""
-
-        @pl.when(n + 1 < self.count)
-        def _():
-            plgpu.barrier_wait(self.memory.s_free)
-            self.begin_s(n + 1)
+        await_read = lambda _: plgpu.barrier_wait(self.memory.s_free)
+        self.k.if_block(n + 1, await_read, self.begin_s)
 
     def begin_s(self, n: IntLike):
         """S = Q K^T of block n."""

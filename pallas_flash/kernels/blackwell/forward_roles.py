@@ -65,19 +65,7 @@ def load(program: Program):
     m, t, work = program.memory, program.tiles, program.work
     for i in program.row_tiles:
         plgpu.copy_gmem_to_smem(program.head_rows(program.x.q, i), m.q.at[i], m.q_full.at[i])
-    read = program.x.keys.reader(work.batch, t.block_k)
-
-    def fetch(n, _):
-        def fill(first, k_gmem, v_gmem):
-            of_head = lambda array, width: tma.head_rows(
-                array, work.batch, pl.ds(first, t.block_k), work.kv_head, width
-            )
-            program.k.fill(n, of_head(k_gmem, t.width))
-            program.v.fill(n, of_head(v_gmem, t.value_width))
-
-        read(program.blocks.index(program.blocks.first + n), fill)
-
-    schedule.loop(0, program.count, fetch, None)
+    tile.load_keys(t, work, program.x.keys, program.blocks, program.k, program.v)
 
 
 class Products(NamedTuple):

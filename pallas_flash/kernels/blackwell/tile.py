@@ -1,7 +1,7 @@
 """The primitives of the Blackwell kernels: values in registers, tensor memory, rings of blocks,
 roles of warps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,12 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.blackwell.tile_sizes import HALF, ROWS
-from pallas_flash.kernels.mosaic import tma
+from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, HALF, ROWS
+from pallas_flash.kernels.mosaic import launch, tma
+from pallas_flash.kernels.mosaic.launch import Role
 from pallas_flash.kernels.mosaic.registers import Layouts, per_row, some_below_one
+from pallas_flash.kernels.mosaic.scheduler import WorkTile
+from pallas_flash.tiled import schedule
 
 NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
 LAYOUTS = Layouts(tile=NATIVE, row=NATIVE.reduce(1), column=NATIVE.reduce(0))
@@ -214,8 +217,57 @@ class Ring(NamedTuple):
         free = lambda: plgpu.tcgen05_commit_arrive(self.free.at[self.slot(n)])
         pl.when(n + self.stages < self.count)(free)
 
+    def if_block(self, n: IntLike, *functions: Callable[[IntLike], None]):
+        """Calls functions of block n where there is one."""
+
+        @pl.when(n < self.count)
+        def _():
+            for function in functions:
+                function(n)
+
+
+def head_rows(t, batch: IntLike, head: IntLike, first: IntLike, arrays) -> Iterator:
+    """128 rows of a head, from `first` on, of q and do, or of k and v, in global memory."""
+    for array, width in zip(arrays, (t.width, t.value_width), strict=True):
+        yield tma.head_rows(array, batch, pl.ds(first, ROWS), head, width)
+
+
+def load_owned(t, work: WorkTile, head: IntLike, rows: tma.RaggedRows, smem, full):
+    """Begins to load what a program owns: its tile of q and do, or of k and v."""
+
+    def copy(first, *arrays):
+        sources = head_rows(t, work.batch, head, first, arrays)
+        for source, to, loaded in zip(sources, smem, full, strict=True):
+            plgpu.copy_gmem_to_smem(source, to, loaded)
+
+    rows.reader(work.batch, ROWS)(work.tile, copy)
+
+
+def load_keys(t, work: WorkTile, keys: tma.RaggedRows, blocks: schedule.Blocks, k: Ring, v: Ring):
+    """Fills the rings with the blocks of keys and values that a program visits."""
+    read = keys.reader(work.batch, ROWS)
+
+    def load(n, _):
+        def fill(first, *arrays):
+            sources = head_rows(t, work.batch, work.kv_head, first, arrays)
+            for ring, source in zip((k, v), sources, strict=True):
+                ring.fill(n, source)
+
+        read(blocks.index(blocks.first + n), fill)
+
+    schedule.loop(0, k.count, load, None)
+
 
 # Roles
+
+
+def specialize(compute: Callable[[int], None], products: Callable, produce: Callable):
+    """The roles of the backward: compute(number) in each of the CONSUMERS, and in one warpgroup
+    more a warp that begins the products, and one that loads."""
+    launch.specialize(
+        *(Role(lambda _, n=n: compute(n), registers=208) for n in range(CONSUMERS)),
+        Role(warps(products, produce), registers=88),
+    )
 
 
 def warps(*tasks: Callable[[], None]) -> Callable:
