@@ -97,7 +97,7 @@ class TensorMemory(NamedTuple):
     """The tensor memory of a program."""
 
     s: Any  # float32 [128 keys, 128 queries]
-    gradients: Any  # dP like S, and (P, dS) in 16 bits, beside it or over it
+    gradients: Any  # dP like S, and P and dS in 16 bits, beside it or over it
     dk: Any  # float32 [128, width]
     dv: Any  # float32 [128, value_width]
 
@@ -108,6 +108,16 @@ class TensorMemory(NamedTuple):
         if t.p_over_dp:
             gradients = plgpu.RefUnion(*gradients)
         return cls(matrix(ROWS), gradients, matrix(t.width), matrix(t.value_width))
+
+    @property
+    def dp(self):
+        dp, _ = self.gradients
+        return dp
+
+    @property
+    def p_and_ds(self) -> tuple:
+        _, p_and_ds = self.gradients
+        return p_and_ds
 
 
 def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
@@ -206,7 +216,7 @@ class Products(NamedTuple):
     def step(self, t: IntLike, _):
         """dV += P^T dO and dK += dS^T Q of block t, and the products of the next blocks."""
         m, tensor = self.memory, self.tensor
-        _, (p, ds) = tensor.gradients
+        p, ds = tensor.p_and_ds
         plgpu.barrier_wait(m.p_full)
         plgpu.tcgen05_mma(tensor.dv, p, self.do.block(t).do)
         plgpu.barrier_wait(m.ds_full)
@@ -246,8 +256,7 @@ class Products(NamedTuple):
     def begin_dp(self, t: IntLike):
         """dP^T = V dO^T of block t."""
         self.do.wait(t)
-        dp, _ = self.tensor.gradients
-        tile.dot_t(dp, self.memory.v, self.do.block(t).do)
+        tile.dot_t(self.tensor.dp, self.memory.v, self.do.block(t).do)
         plgpu.tcgen05_commit_arrive(self.memory.dp_full)
 
 
@@ -277,7 +286,7 @@ class Consumer(NamedTuple):
     def add(self, block: QueryBlock, masked: bool):
         """Leaves P and dS of a block in tensor memory."""
         m, queries, size = self.memory, tile.half_slice(self.number), self.tiles.columns
-        dp_tmem, (p_tmem, ds_tmem) = self.tensor.gradients
+        p_tmem, ds_tmem = self.tensor.p_and_ds
         _, lse, delta = self.do.block(block.position)
         first_row, first_key = block.first_row + queries.start, self.work.tile * ROWS
         at = block.logits.tile(first_row, first_key, (ROWS, queries.size), transposed=True)
@@ -294,7 +303,7 @@ class Consumer(NamedTuple):
         ]
         # whose commit follows dV and dK of the block before: that P and dS have been read
         plgpu.barrier_wait(m.dp_full)
-        dp = tile.load_columns(dp_tmem, queries, size)
+        dp = tile.load_columns(self.tensor.dp, queries, size)
         if self.tiles.p_over_dp:
             plgpu.barrier_arrive(m.dp_loaded)
             plgpu.barrier_wait(m.dp_loaded)
