@@ -4,7 +4,7 @@ block before it.
 A program owns 64 queries of one head for each of its consumer warpgroups (forward_consumer.py), and
 walks over the keys; the consumers share the tensor cores by ping-pong. It may be persistent over
 several tiles of queries of the head. With values wider than 256 two consumers own 64 queries:
-second_consumer.py.
+`attend_second`.
 """
 
 import functools
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.hopper import second_consumer, sync, tile
-from pallas_flash.kernels.hopper.forward_consumer import Consumer, Program
+from pallas_flash.kernels.hopper import sync, tile
+from pallas_flash.kernels.hopper.forward_consumer import Consumer, Handed, Program, attend_second
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import (
     block_info,
@@ -133,7 +133,7 @@ class Memory(NamedTuple):
     k: Any  # [stages, block_k, width]
     v: Any  # [value_stages, block_k, value_width], in tile.k_subtiles
     stats: Any  # for each field of the SoftmaxState [row_tiles, 64]
-    handed: second_consumer.Handed | None  # where two consumers share the output
+    handed: Handed | None  # where two consumers share the output
     q_full: Any
     k_full: Any
     v_full: Any
@@ -150,7 +150,7 @@ class Memory(NamedTuple):
             k=block(t.stages, t.block_k, t.width),
             v=v,
             stats=(plgpu.SMEM((t.row_tiles, ROWS), jnp.float32),) * len(fields),
-            handed=second_consumer.Handed.allocate(p, t) if t.split else None,
+            handed=Handed.allocate(p, t) if t.split else None,
             q_full=barriers(tiles_of_q),
             k_full=barriers(t.stages),
             v_full=barriers(t.value_stages, len(v)),
@@ -172,7 +172,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
             return consumer.run()
         first = consumer._replace(wg=0, handoff=sync.Handoff(memory.handed, *ids.handoff))
         pl.when(wg == 0)(first.run)
-        pl.when(wg == 1)(lambda: second_consumer.attend(first._replace(column_slice=1)))
+        pl.when(wg == 1)(lambda: attend_second(first._replace(column_slice=1)))
 
     def produce():
         def load(n, used):

@@ -1,4 +1,5 @@
-"""A consumer of the forward: 64 queries, and the step over their blocks of keys."""
+"""A consumer of the forward: 64 queries, and the step over their blocks of keys; and a second one,
+which computes half of the columns of a wide output."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics, tma
+from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, statistics, tma
+from pallas_flash.kernels.mosaic.launch import shared_matrix
 from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.problem.arguments import Problem
@@ -58,6 +60,20 @@ class Program(NamedTuple):
     ) -> schedule.Blocks:
         mask, queries = self.x.logits.resolved_mask, self.problem.queries
         return block_info.key_blocks(by_tile, mask, work, number, queries, rows, self.tiles.block_k)
+
+
+class Handed(NamedTuple):
+    """What the first consumer leaves in shared memory."""
+
+    p: Any  # [64, block_k], in the dtype of V
+    by_row: Any  # [64], alpha; after the last block l
+
+    @classmethod
+    def allocate(cls, p: Problem, t: Tiles) -> "Handed":
+        # V's swizzle: the product wants no other
+        swizzle = elements.swizzle_of_rows(p.dtype, t.block_k, t.swizzle)
+        probabilities = shared_matrix(p.dtype, ROWS, t.block_k, swizzle=swizzle)
+        return cls(probabilities, plgpu.SMEM((ROWS,), jnp.float32))
 
 
 class Consumer(NamedTuple):
@@ -280,3 +296,30 @@ class QueryTile(NamedTuple):
             pl.when(t <= self.blocks.last - 1)(lambda: self.consumer.k.wait(t))
         elif masked:
             self.consumer.turns.sync_self()
+
+
+def attend_second(consumer: Consumer):
+    """The second of two consumers that own the same queries, where o of more than 256 columns would
+    not fit into the registers of one: the first computes S and P once, and each O += P V for half
+    of the columns. This one leaves the output in the shared memory of q."""
+    c, handoff = consumer, consumer.handoff
+    blocks = c.program.blocks_in_order(c.program.work_tile(0))
+    by_row = lambda: plgpu.load(handoff.slots.by_row, layout=tile.LAYOUTS.row)
+
+    def step(t, o):
+        c.v.wait(t)
+        handoff.wait()
+        o = o * per_row(by_row(), o.shape)
+        (o,) = tile.accumulate(lambda o: tile.dot_subtiles(o, handoff.slots.p, c.values(t)), o)
+        handoff.release()
+        c.v.release(t)
+        return o
+
+    handoff.release()
+    o = schedule.loop(blocks.first, blocks.last, step, tile.zeros(ROWS, c.columns.size))
+    handoff.wait()
+    o = online_softmax.finish(o, by_row(), c.program.problem.kept)
+    smem = c.memory.q.at[c.slot(0), :, c.columns]  # the first multiplies by q no more
+    smem[...] = o.astype(smem.dtype)
+    tma.fence()  # the first copies it out
+    handoff.release()
