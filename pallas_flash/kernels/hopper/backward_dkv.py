@@ -10,8 +10,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.dkv_columns import FirstConsumer, SecondConsumer
-from pallas_flash.kernels.hopper.dkv_consumer import DkvConsumer, Do, KeyConsumer, Q
+from pallas_flash.kernels.hopper.dkv_consumer import (
+    DkvConsumer,
+    Do,
+    FirstConsumer,
+    KeyConsumer,
+    Q,
+    SecondConsumer,
+)
 from pallas_flash.kernels.hopper.dq_store import DqStore, Rows
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, tma
