@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.dq_store import DqStore
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import elements, tma
 from pallas_flash.kernels.mosaic.query_block import QueryBlock
@@ -45,7 +44,7 @@ class DkvConsumer(NamedTuple):
     wg: IntLike
     first_key: IntLike
     dq_gmem: Any = None  # in the fused scheme
-    dq_store: DqStore | None = None  # where its producer adds dq
+    dq_store: Any = None  # backward_dkv.DqStore, where its producer adds dq
 
     def add(self, block: QueryBlock, masked: bool, sums: dict) -> dict:
         """dK += dS^T Q and dV += P^T dO with a block of queries."""
