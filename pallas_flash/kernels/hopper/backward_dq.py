@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
@@ -111,14 +110,14 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
         consumer.finish(consumer.setup().compute(), *outputs)
 
     def produce():
-        count = tile.load_kv(x, work, visited(x, work, problem, tiles), k, v, tiles)
+        count = tile.load_kv(x, work, tile.visited(x, work, problem, tiles), k, v, tiles)
         k.drain(count)
         v.drain(count)
 
     tile.specialize(tiles, consume, produce)
 
 
-class Consumer(QueryConsumer):
+class Consumer(tile.QueryConsumer):
     """A consumer that owns 64 queries, and a slice of the columns of their dQ."""
 
     @property

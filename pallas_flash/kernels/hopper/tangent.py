@@ -14,7 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.query_consumer import QueryConsumer, visited
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
@@ -141,7 +140,7 @@ def _kernel(
         consumer.finish(rows, *rows.compute(), do_gmem, dlse_gmem)
 
     def produce():
-        count = tile.load_kv(x, work, visited(x, work, problem, t), k, v, t)
+        count = tile.load_kv(x, work, tile.visited(x, work, problem, t), k, v, t)
         k.drain(count)
         v.drain(count)
 
@@ -157,7 +156,7 @@ class Weights(NamedTuple):
     dlse: Any
 
 
-class Consumer(QueryConsumer):
+class Consumer(tile.QueryConsumer):
     """A consumer that owns 64 queries, and sums the tangents of their o and lse."""
 
     @property

@@ -4,6 +4,8 @@ A program is a few warpgroups: one loads blocks by TMA (the producer), the other
 consumers). Sections 3 and 4 of FlashAttention-3 (arXiv:2407.08608) say why.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,15 +16,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
-from pallas_flash.kernels.hopper.tile_sizes import ROWS
-from pallas_flash.kernels.mosaic import elements, launch, tma
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.mosaic import block_info, elements, launch, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import Role
+from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import (
     Layouts,
     opaque,
     per_row,
     some_below_one,
 )
+from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
 WGMMA = plgpu.Layout.WGMMA
@@ -200,6 +204,41 @@ def overlap(body, sums, like):
             ref[...] = value
 
     return pl.run_state(stateful)((*map(plgpu.ACC.init, sums), *like))
+
+
+# Consumers that own queries
+
+
+def visited(x, work: scheduler.WorkTile, p: Problem, t: Tiles) -> schedule.Blocks:
+    """The blocks of keys that a program visits, the last one first; x: the kernel's Inputs."""
+    return block_info.descend(x.blocks, block_info.visited(x, work, p, t))
+
+
+class QueryConsumer(NamedTuple):
+    """A warpgroup that computes for 64 queries of its program's tile, in the kernels of dQ and of
+    forward mode."""
+
+    problem: Problem
+    tiles: Tiles
+    x: Any  # the kernel's Inputs
+    memory: Any  # its Memory
+    k: sync.TmaRing
+    v: sync.TmaRing
+    work: scheduler.WorkTile
+    wg: IntLike
+
+    def blocks(self) -> schedule.Blocks:
+        return visited(self.x, self.work, self.problem, self.tiles)
+
+    def by_row(self, first_row: IntLike) -> tuple:
+        """The index of 64 queries in arrays [B, N, rows]."""
+        return self.work.batch, self.work.head, pl.ds(first_row, ROWS)
+
+    def load_logits(self, first_row: IntLike) -> tuple[logits.Logits, TileMask]:
+        """The logits of the program's head, and the mask of 64 queries."""
+        batch, head = self.work.batch, self.work.head
+        of_head = logits.for_head(self.problem, LAYOUTS, self.x.logits, batch, head)
+        return of_head, of_head.load_mask(batch, first_row, ROWS)
 
 
 # Roles
