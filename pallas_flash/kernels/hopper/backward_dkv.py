@@ -129,7 +129,7 @@ class DqStore(NamedTuple):
     batch: IntLike
 
     def handoff(self, wg: IntLike) -> sync.Handoff:
-        ids = sync.BarrierIds(self.tiles.warpgroups, self.tiles.stages)
+        ids = sync.BarrierIds.of(self.tiles)
         return sync.Handoff(Dq(self.smem.at[wg]), ids.dq_filled + wg, ids.dq_free + wg)
 
     def start(self) -> tuple[Rows, ...]:
@@ -203,7 +203,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )
-    ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
+    ids = sync.BarrierIds.of(tiles)
     q, do = (
         sync.TmaRing(slots, full, released, tiles.warpgroups)
         for slots, full, released in (

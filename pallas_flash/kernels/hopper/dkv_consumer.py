@@ -77,7 +77,7 @@ class DkvConsumer(NamedTuple):
 
     @property
     def ids(self) -> sync.BarrierIds:
-        return sync.BarrierIds(self.tiles.warpgroups, self.tiles.stages)
+        return sync.BarrierIds.of(self.tiles)
 
     def barrier(self):
         """Waits for all consumers."""

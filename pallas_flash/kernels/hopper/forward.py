@@ -160,13 +160,13 @@ class Memory(NamedTuple):
 def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
     *stats_gmem, memory = outputs
     owned = Program(problem, tiles, x, program)
-    ids = sync.BarrierIds(tiles.warpgroups, tiles.stages)
+    ids = sync.BarrierIds.of(tiles)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.row_tiles)
     v_full = (memory.v_full,) * len(memory.v)
     v = sync.TmaRing(memory.v, v_full, ids.second_ring, tiles.warpgroups)
 
     def consume(wg):
-        turns = sync.PingPong(ids.ping_pong, ids.single, tiles.row_tiles, wg)
+        turns = sync.PingPong(ids.consumers, ids.single, tiles.row_tiles, wg)
         consumer = Consumer(owned, memory, o_gmem, stats_gmem, k, v, turns, wg)
         if not tiles.split:
             return consumer.run()

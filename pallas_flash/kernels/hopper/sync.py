@@ -5,6 +5,7 @@ Slots are released on named barriers: unlike an mbarrier's, their arrive does no
 for the products in flight.
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,47 +22,34 @@ from pallas_flash.tiled import schedule
 
 
 class BarrierIds(NamedTuple):
-    """The ids of the named barriers. Mosaic keeps 0, and one more for each warpgroup."""
+    """The named barriers of a kernel: the first id of each kind. Mosaic keeps 0, and one more for
+    each warpgroup."""
 
-    warpgroups: int  # that compute
-    stages: int
+    consumers: int  # as many as there are consumers, of ping-pong, or those of `order` or `handoff`
+    first_ring: int  # one for each slot
+    second_ring: int
+    single: int  # one for each consumer
+    dq_free: int
 
-    @property
-    def ping_pong(self) -> int:
-        return self.warpgroups + 2
-
-    @property
-    def consumers(self) -> int:
-        return self.ping_pong  # a kernel has ping-pong, `consumer_barrier` or a `Handoff`
-
-    @property
-    def handoff(self) -> tuple[int, int]:
-        return self.ping_pong, self.ping_pong + 1
+    @classmethod
+    def of(cls, t) -> "BarrierIds":
+        """The ids in a kernel with tiles t."""
+        reserved = t.warpgroups + 2
+        return cls(
+            *itertools.accumulate((reserved, t.warpgroups, t.stages, t.stages, t.warpgroups))
+        )
 
     @property
     def order(self) -> int:
         return self.consumers + 1
 
     @property
-    def first_ring(self) -> int:
-        return self.ping_pong + self.warpgroups
-
-    @property
-    def second_ring(self) -> int:
-        return self.first_ring + self.stages
+    def handoff(self) -> tuple[int, int]:
+        return self.consumers, self.order
 
     @property
     def dq_filled(self) -> int:
-        """The first of a barrier for each consumer; `dq_free` has as many."""
-        return self.second_ring + self.stages
-
-    @property
-    def dq_free(self) -> int:
-        return self.dq_filled + self.warpgroups
-
-    @property
-    def single(self) -> int:
-        return self.second_ring + self.stages
+        return self.single
 
 
 def consumer_barrier(barrier: int, warpgroups: int):

@@ -127,7 +127,7 @@ def _kernel(
 ):
     t = tiles
     work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))
-    ids = sync.BarrierIds(t.warpgroups, t.stages)
+    ids = sync.BarrierIds.of(t)
     ring = lambda slots, full, first: sync.TmaRing(
         slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups
     )
