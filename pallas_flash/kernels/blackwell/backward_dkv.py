@@ -161,7 +161,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
                 by_row = work.batch, head, pl.ds(blocks.index(n) * ROWS, ROWS)
 
                 def fill(first, *arrays):
-                    q_rows, do_rows = tile.head_rows(t, work.batch, head, first, arrays)
+                    q_rows, do_rows = tile.rows_of_pair(t, work.batch, head, first, arrays)
                     q.fill(position(n), q_rows)
                     do.fill(position(n), Do(do_rows, x.lse.at[by_row], x.delta.at[by_row]))
 

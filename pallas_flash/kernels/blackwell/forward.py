@@ -162,7 +162,8 @@ def _kernel(number, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Forwar
         Role(lambda _: forward_roles.Correction(program).run(), registers=88),
         Role(
             tile.warps(
-                lambda: forward_roles.Products(program).run(), lambda: forward_roles.load(program)
+                lambda: forward_roles.Products(program).run(),
+                lambda: forward_roles.produce(program),
             ),
             registers=40,
         ),

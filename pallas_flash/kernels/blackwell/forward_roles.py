@@ -60,7 +60,7 @@ class Program(NamedTuple):
         return array.at[self.work.batch, self.work.head, pl.ds(self.first_row(i), ROWS)]
 
 
-def load(program: Program):
+def produce(program: Program):
     """Loads Q, and K and V block by block."""
     m, t, work = program.memory, program.tiles, program.work
     for i in program.row_tiles:

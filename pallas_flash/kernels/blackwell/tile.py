@@ -226,7 +226,7 @@ class Ring(NamedTuple):
                 function(n)
 
 
-def head_rows(t, batch: IntLike, head: IntLike, first: IntLike, arrays) -> Iterator:
+def rows_of_pair(t, batch: IntLike, head: IntLike, first: IntLike, arrays) -> Iterator:
     """128 rows of a head, from `first` on, of q and do, or of k and v, in global memory."""
     for array, width in zip(arrays, (t.width, t.value_width), strict=True):
         yield tma.head_rows(array, batch, pl.ds(first, ROWS), head, width)
@@ -236,7 +236,7 @@ def load_owned(t, work: WorkTile, head: IntLike, rows: tma.RaggedRows, smem, ful
     """Begins to load what a program owns: its tile of q and do, or of k and v."""
 
     def copy(first, *arrays):
-        sources = head_rows(t, work.batch, head, first, arrays)
+        sources = rows_of_pair(t, work.batch, head, first, arrays)
         for source, to, loaded in zip(sources, smem, full, strict=True):
             plgpu.copy_gmem_to_smem(source, to, loaded)
 
@@ -249,7 +249,7 @@ def load_keys(t, work: WorkTile, keys: tma.RaggedRows, blocks: schedule.Blocks, 
 
     def load(n, _):
         def fill(first, *arrays):
-            sources = head_rows(t, work.batch, work.kv_head, first, arrays)
+            sources = rows_of_pair(t, work.batch, work.kv_head, first, arrays)
             for ring, source in zip((k, v), sources, strict=True):
                 ring.fill(n, source)
 
