@@ -11,9 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import block_info, logits, tma
-from pallas_flash.kernels.mosaic.logits import soft_cap_constant
 from pallas_flash.kernels.mosaic.registers import load, per_row
-from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
@@ -42,21 +40,21 @@ def results(p: Problem, written: list[jax.Array]) -> SoftmaxState:
     """The statistics of all rows, from the arrays that the kernel has written."""
     tree = jax.tree.structure(types(p, 1))
     stats = jax.tree.unflatten(tree, [x[:, :, : p.queries] for x in written])
-    constant = soft_cap_constant(p)
+    constant = logits.soft_cap_constant(p)
     top = None if stats.top is None else stats.top + constant
     return stats._replace(m=stats.m + constant, top=top)
 
 
 def sinks(p: Problem, x: Operands) -> jax.Array | None:
     """The sinks [N], minus the constant that factored logits omit."""
-    return None if x.sinks is None else x.sinks - p.log_base.to_e(soft_cap_constant(p))
+    return None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p))
 
 
 class Inputs(NamedTuple):
     """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
 
-    queries: RaggedRows  # q, do
-    keys: RaggedRows  # k, v
+    queries: tma.RaggedRows  # q, do
+    keys: tma.RaggedRows  # k, v
     # [B, N, whole tiles of T]: in the problem's log base, less what the logits omit; +inf: P = 0
     lse: jax.Array
     delta: jax.Array | DeltaTerms  # the same; the terms where the kernel sums delta
@@ -74,7 +72,7 @@ class Inputs(NamedTuple):
         return cls(
             rows([x.query, do], widths, t.block_q, query_lengths),
             rows([x.key, x.value], widths, t.block_k, key_lengths),
-            pad(lse - soft_cap_constant(p), jnp.inf),
+            pad(lse - logits.soft_cap_constant(p), jnp.inf),
             pad(delta, 0.0),
             blocks,
             logits.arrays(p, x, t.tiling),
@@ -98,7 +96,7 @@ class TangentRows(NamedTuple):
     def make(cls, p: Problem, block_q: int, rows: RowLse, dlse) -> "TangentRows":
         pads = (0, 0), (0, 0), (0, -p.queries % block_q)
         return cls(
-            jnp.pad(rows.lse - soft_cap_constant(p), pads, constant_values=jnp.inf),
+            jnp.pad(rows.lse - logits.soft_cap_constant(p), pads, constant_values=jnp.inf),
             None if rows.factor is None else jnp.pad(rows.factor, pads),
             jnp.pad(dlse, pads),
         )
