@@ -16,8 +16,8 @@ from check import TOLERANCE, close, cotangents, program, run
 
 from pallas_flash import flash_attention
 from pallas_flash.choose import implementations
-from pallas_flash.kernels import triton
 from pallas_flash.kernels.blackwell import tile
+from pallas_flash.kernels.triton import tuning as triton
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
 
 pytestmark = pytest.mark.usefixtures("optimized")
