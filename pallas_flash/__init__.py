@@ -23,9 +23,8 @@ from pallas_flash.caches.paged import paged_attention
 from pallas_flash.caches.pages import PagedCache, paged_cache
 from pallas_flash.dropout import dropout_mask
 from pallas_flash.explanation import Explanation, explain, explain_paged
-from pallas_flash.list_weights import listed_weights
 from pallas_flash.merge import merge_attention
-from pallas_flash.weights import attention_weights
+from pallas_flash.weights import attention_weights, listed_weights
 
 __all__ = [
     "Explanation",
