@@ -15,7 +15,7 @@ from pallas_flash.checks import unexpected
 from pallas_flash.choose import dispatch, selection
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, options
-from pallas_flash.kernels.classic.family import EARLIER
+from pallas_flash.kernels.classic import EARLIER
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call

@@ -271,7 +271,7 @@ def test_by_mosaic_pages_equal_the_oracle_without_a_race(
 
 @needs_interpreter
 def test_on_ampere_a_wait_that_lets_one_copy_more_run_is_a_race(rng, monkeypatch):
-    from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
+    from pallas_flash.kernels.mma import tile
 
     wait = tile.wait
     monkeypatch.setattr(tile, "wait", lambda full=None, running=0: wait(full, running + 1))

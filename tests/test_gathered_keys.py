@@ -18,7 +18,7 @@ from pallas_flash import explain, flash_attention, masks
 from pallas_flash.accounting import GPUS
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import small_problems, verdicts
-from pallas_flash.kernels.mma import gather
+from pallas_flash.kernels.decoding import gather
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
@@ -152,7 +152,7 @@ def test_a_gather_copies_each_byte_of_each_row_to_its_place_in_the_swizzled_tile
 
 @needs_interpreter
 def test_a_wait_that_lets_one_copy_more_run_is_a_race(rng, monkeypatch):
-    from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
+    from pallas_flash.kernels.mma import tile
 
     wait = tile._wait_for_cp_async
     monkeypatch.setattr(tile, "_wait_for_cp_async", lambda running: wait(running + 1))

@@ -217,8 +217,9 @@ def test_output_gradients_and_tangents_are_those_of_dense_attention(family, name
 @pytest.mark.gpu
 @pytest.mark.whole
 def test_blockwise_has_the_gradients_of_scores_for_which_there_are_no_tiles(monkeypatch):
-    monkeypatch.setattr("pallas_flash.kernels.mma.tuning.score_tiles", lambda problem: None)
-    monkeypatch.delattr("pallas_flash.kernels.mma.score_gradients.score_gradients")
+    module = "pallas_flash.kernels.mma.score_gradients"
+    monkeypatch.setattr(f"{module}.score_tiles", lambda problem: None)
+    monkeypatch.delattr(f"{module}.score_gradients")
     agrees("ampere by cp.async", "a bias and a score_mod")
 
 

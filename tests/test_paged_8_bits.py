@@ -28,7 +28,7 @@ from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend
 from pallas_flash.choose.implementations import AMPERE
 from pallas_flash.jax_support import xla_cpu
-from pallas_flash.kernels.mma import tuning
+from pallas_flash.kernels.decoding import tuning
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise, quantised, split_kv
 from scripts.bench.gpu_code import as_if_on

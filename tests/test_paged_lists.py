@@ -32,7 +32,7 @@ from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
 from pallas_flash import masks, paged_attention, paged_cache
-from pallas_flash.kernels.mma import listed_keys
+from pallas_flash.kernels.decoding import listed_keys
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem.page_layout import PageLayout, PageTable
 from pallas_flash.tiled import split_kv

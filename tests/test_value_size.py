@@ -253,7 +253,7 @@ def test_by_mosaic_gradients_are_those_of_the_copy(implementation, rng, on):
 
 @needs_interpreter
 def test_warpgroups_that_do_not_wait_for_each_other_are_a_race(rng, on, monkeypatch):
-    from pallas_flash.kernels.mma import tile  # an older jax lacks its layouts
+    from pallas_flash.kernels.mma import tile
 
     monkeypatch.setattr(tile, "named_barrier", lambda *_: None)
     q, k = (normal(rng, 1, n, heads, 576, dtype="bfloat16") for n, heads in ((1, 3), (256, 1)))

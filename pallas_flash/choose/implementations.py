@@ -1,10 +1,10 @@
 """The table of implementations, in the order of preference. No other file decides by a name."""
 
-from pallas_flash.kernels.blackwell.family import BLACKWELL
-from pallas_flash.kernels.classic.family import FLASH1, STANDARD
-from pallas_flash.kernels.hopper.family import HOPPER
-from pallas_flash.kernels.mma.family import Ampere
-from pallas_flash.kernels.triton.family import TRITON
+from pallas_flash.kernels.ampere import Ampere
+from pallas_flash.kernels.blackwell import BLACKWELL
+from pallas_flash.kernels.classic import FLASH1, STANDARD
+from pallas_flash.kernels.hopper import HOPPER
+from pallas_flash.kernels.triton import TRITON
 from pallas_flash.problem.implementation import Implementation
 from pallas_flash.tiled.blockwise.implementation import BLOCKWISE
 from pallas_flash.tiled.reference import REFERENCE

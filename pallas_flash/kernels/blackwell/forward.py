@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels.ampere import forward as mma
 from pallas_flash.kernels.blackwell import forward_roles, tile
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, AllTiles, ForwardTiles
-from pallas_flash.kernels.mma import forward as mma
 from pallas_flash.kernels.mosaic import (
     block_info,
     logits,

@@ -3,9 +3,9 @@
 import functools
 
 from pallas_flash.jax_support import gpus, hardware
+from pallas_flash.kernels.ampere import tuning as mma
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
 from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, ForwardTiles, GradientTiles
-from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
 from pallas_flash.problem.arguments import Problem

@@ -76,7 +76,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     logits are in base e."""
     if tiles.decode is not None:
         # it takes a newer jax than the choice of tiles does
-        from pallas_flash.kernels.mma import decode
+        from pallas_flash.kernels.decoding import forward as decode
 
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from pallas_flash import dropout
 from pallas_flash.jax_support import gpus, hardware
+from pallas_flash.kernels.decoding import tuning as decoding
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq, forward, tangent
 from pallas_flash.kernels.hopper.tile_sizes import AllTiles, KeyTiles, Tiles
-from pallas_flash.kernels.mma import tuning as mma
 from pallas_flash.kernels.mosaic import elements, scheduler
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
@@ -29,11 +29,11 @@ def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
     """The tiles of each kernel for a problem. One kernel has all gradients if `fused`, or by
     default where that is faster and gradients may be added in any order."""
     if problem.resolved_mask.lists is not None:
-        return AllTiles(*(None,) * 7, decode=mma.tiles_if_decoding(problem))
+        return AllTiles(*(None,) * 7, decode=decoding.tiles_if_decoding(problem))
     if fused is None:
         fused = not problem.deterministic and _keys_of_a_tile(problem) >= ONE_KERNEL_KEYS
     chosen = _tiles(problem, fused, hardware.processors())
-    return chosen._replace(decode=mma.tiles_if_decoding(problem))
+    return chosen._replace(decode=decoding.tiles_if_decoding(problem))
 
 
 @functools.lru_cache(256)  # an eager call chooses each time

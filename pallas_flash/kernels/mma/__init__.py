@@ -1,2 +1,2 @@
-"""Mosaic GPU kernels by mma: FlashAttention-2 for GPUs from Ampere on, which is the implementation
-"ampere"; and decoding and the gradients of scores, which Hopper's and Blackwell's share."""
+"""What all kernels by mma share: those of kernels/ampere, of kernels/decoding, and the gradients of
+scores, which are every Mosaic family's."""

@@ -1,12 +1,16 @@
-"""The shared memory of a program that owns a tile of rows and walks over blocks of others."""
+"""The shared memory of a program that owns a tile of rows and walks over blocks of others, and the
+cheapest tiles that it holds."""
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.mma.tile_sizes import Tiles
-from pallas_flash.kernels.mosaic.launch import shared_matrix
+from pallas_flash.jax_support import gpus
+from pallas_flash.kernels.mma.tile_sizes import Gpu, Tiles, swizzle_of, widths
+from pallas_flash.kernels.mosaic.elements import cheapest
+from pallas_flash.kernels.mosaic.launch import shared_bytes, shared_matrix
 from pallas_flash.problem.arguments import Problem
 
 
@@ -34,3 +38,31 @@ class Memory(NamedTuple):
             full(owned, 1),
             full(ring, t.stages),
         )
+
+
+def cheapest_that_fits(
+    table: Iterable[Tiles],
+    p: Problem,
+    gpu: Gpu,
+    scratch: Callable,
+    programs: int = 1,
+    beside: int = 0,
+) -> Tiles | None:
+    """The cheapest row that holds the problem's heads, as narrow as they are, and whose scratch(p,
+    row) a multiprocessor's shared memory holds for so many programs, with as many bytes `beside`
+    it."""
+    width, value_width = widths(p)
+
+    def narrow(row: Tiles) -> Tiles:
+        slices = width // row.warpgroups, value_width // row.warpgroups
+        swizzle = min(swizzle_of(p.dtype, slices, min(row.block_q, row.block_k)), row.swizzle)
+        return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=gpu.has_tma)
+
+    has_room = lambda row: fits(shared_bytes(scratch(p, row)) + beside, gpu, programs)
+    return cheapest(table, p, has_room, narrow)
+
+
+def fits(size: int, gpu: Gpu, programs: int = 1) -> bool:
+    """Whether a multiprocessor's shared memory holds so many programs of this size: it has
+    gpus.RESERVED bytes more than one of them can have."""
+    return programs * (size + gpus.RESERVED) <= gpu.shared_memory + gpus.RESERVED

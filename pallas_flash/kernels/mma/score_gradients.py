@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory
+from pallas_flash.kernels.mma.memory import Memory, cheapest_that_fits
 from pallas_flash.kernels.mma.padded_rows import PaddedRows
-from pallas_flash.kernels.mma.tile_sizes import ScoreTiles, Tiles
+from pallas_flash.kernels.mma.tile_sizes import Gpu, ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
@@ -56,6 +56,18 @@ class ScoreInputs(NamedTuple):
     operands: Operands
     rows: tuple  # lse, do, delta
     read: int | None = None
+
+
+def score_tiles(problem: Problem) -> ScoreTiles | None:
+    """The tiles for a problem; None where shared memory does not hold them."""
+    by_query, by_key = (
+        cheapest_that_fits(table, problem, Gpu.here(), Memory.allocate, beside=beside)
+        for table, beside in (
+            (QUERY_TILES, REDUCTION),
+            (KEY_TILES, 0),
+        )
+    )
+    return None if by_query is None or by_key is None else ScoreTiles(by_query, by_key)
 
 
 def score_gradients(problem: Problem, tiles: ScoreTiles, x: Operands, lse, do, delta) -> tuple:

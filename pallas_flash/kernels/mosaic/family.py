@@ -4,9 +4,7 @@ the gradients of scores."""
 import abc
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels import joined
-from pallas_flash.kernels.family import Family, why_no_tiles
-from pallas_flash.kernels.mma import decoding
+from pallas_flash.kernels import Family, decoding, joined, why_no_tiles
 from pallas_flash.kernels.mosaic import elements, operations
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.implementation import PageReader
@@ -61,10 +59,10 @@ class MosaicFamily(Family, PageReader):
         gradients = self.backward_by_kernels(p, tiles, x, *rows)
         if p.bias is None and (p.score is None or not p.score.tables):
             return gradients
-        from pallas_flash.kernels.mma import score_gradients, tuning
+        from pallas_flash.kernels.mma import score_gradients
 
         # XLA drops the results that nobody uses
-        if (score_tiles := tuning.score_tiles(p)) is None:
+        if (score_tiles := score_gradients.score_tiles(p)) is None:
             by_blockwise = blockwise_backward(p.log_base, p, x, *rows)
             bias, captured = by_blockwise.bias, by_blockwise.captured
         else:
@@ -77,12 +75,12 @@ class MosaicFamily(Family, PageReader):
         return decoding.why_no_pages(problem, pages)
 
     def page_tiles(self, problem, pages):
-        from pallas_flash.kernels.mma import tuning
+        from pallas_flash.kernels.decoding import tuning
 
         return tuning.decode_tiles(problem, pages.page, pages.stored)
 
     def forward_from_pages(self, problem, tiles, x, table, scales):
-        from pallas_flash.kernels.mma import decode
+        from pallas_flash.kernels.decoding import forward as decode
 
         return decode.forward(problem, tiles, x, table, scales)
 

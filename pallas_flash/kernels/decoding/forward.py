@@ -27,9 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.mma import listed_keys, sliced_k, tile
-from pallas_flash.kernels.mma.gather import KeyBlocks
-from pallas_flash.kernels.mma.listed_keys import ListTable
+from pallas_flash.kernels.decoding import listed_keys, sliced_k
+from pallas_flash.kernels.decoding.gather import KeyBlocks
+from pallas_flash.kernels.decoding.listed_keys import ListTable
+from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.padded_rows import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (
     OUTPUT_COLUMNS,

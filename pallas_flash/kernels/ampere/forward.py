@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.mma import decode, tile
+from pallas_flash.kernels.decoding import forward as decode
+from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat, pad
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles, padded_length
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics

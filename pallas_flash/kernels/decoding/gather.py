@@ -11,8 +11,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.decoding.listed_keys import ListTable
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.listed_keys import ListTable
 from pallas_flash.kernels.mma.tile_sizes import WARPS, DecodeTiles
 from pallas_flash.kernels.mosaic.elements import SWIZZLES, TILE_ROWS, columns, row_bytes
 from pallas_flash.kernels.mosaic.registers import iota

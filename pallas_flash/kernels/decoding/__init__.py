@@ -91,7 +91,7 @@ def why_not(p: Problem, *pages) -> str | None:
     if not (hardware.compute_capability() or hardware.interpret):
         return None
     try:
-        from pallas_flash.kernels.mma import tuning
+        from pallas_flash.kernels.decoding import tuning
     except Exception:  # another jax may lack what kernels import, which is said elsewhere
         return None
     if tuning.decode_tiles(p, *pages) is not None:

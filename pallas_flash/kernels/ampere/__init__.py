@@ -1,7 +1,7 @@
-"""The kernels by mma as the implementation "ampere"."""
+"""FlashAttention-2 as Mosaic GPU kernels by mma, for GPUs from Ampere on."""
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels.mma import decoding
+from pallas_flash.kernels import decoding
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, padded_length
 from pallas_flash.kernels.mosaic import operations
 from pallas_flash.kernels.mosaic.family import MosaicFamily
@@ -34,30 +34,26 @@ class Ampere(MosaicFamily):
         return own and f"this GPU has kernels of its own, {own}'s: ask for it by name"
 
     def import_kernels(self):
-        from pallas_flash.kernels.mma import (  # noqa: F401
-            backward,
-            forward,
-            score_gradients,
-            tangent,
-        )
+        from pallas_flash.kernels.ampere import backward, forward, tangent  # noqa: F401
+        from pallas_flash.kernels.mma import score_gradients  # noqa: F401
 
     def tiles(self, problem):
-        from pallas_flash.kernels.mma import tuning
+        from pallas_flash.kernels.ampere import tuning
 
         return tuning.tiles(problem)
 
     def forward(self, problem, tiles, x):
-        from pallas_flash.kernels.mma import forward
+        from pallas_flash.kernels.ampere import forward
 
         return forward.forward(problem, tiles, x)
 
     def backward_by_kernels(self, problem, tiles, x, lse, do, delta):
-        from pallas_flash.kernels.mma import backward
+        from pallas_flash.kernels.ampere import backward
 
         return backward.backward(problem, tiles, x, lse, do, delta)
 
     def tangent_by_kernel(self, problem, tiles, x, dx, rows, o, dlse):
-        from pallas_flash.kernels.mma import tangent
+        from pallas_flash.kernels.ampere import tangent
 
         return tangent.tangent(problem, tiles, x, dx, rows, o, dlse)
 
