@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.query_block import QueryBlock
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
@@ -181,9 +181,8 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
             of_head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, head)
 
             def step(n, _, masked):
-                first_row = blocks.index(n) * ROWS
-                block = QueryBlock(position(n), work.batch, head, first_row, of_head)
-                consumer.add(block, masked)
+                at = position(n), work.batch, head, blocks.index(n) * ROWS
+                consumer.add(QueryBlock(*at, of_head), masked)
 
             blocks.visit(step, None)
 
