@@ -13,6 +13,7 @@ from pallas_flash.accounting import token_bytes
 from pallas_flash.caches import attend, paged
 from pallas_flash.checks import unexpected
 from pallas_flash.choose import dispatch, selection
+from pallas_flash.choose.dispatch import axis_to_map, map_calls
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, options
 from pallas_flash.kernels.classic import EARLIER
@@ -20,7 +21,6 @@ from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 from pallas_flash.problem.implementation import Implementation
-from pallas_flash.transforms.partial_broadcast import axis_to_map, map_calls
 
 BITWISE = "bitwise deterministic"
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import pallas_flash.__main__
 from pallas_flash.choose import implementations
-from pallas_flash.choose.selfcheck import records, small_problems, trial, verdicts
+from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.problem.arguments import Gradients
 from pallas_flash.problem.implementation import Implementation
 from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
@@ -20,7 +20,7 @@ from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
 QUERY = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
-TINY = small_problems.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
+TINY = comparison.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
 REFERENCE = implementations.REFERENCE
 
 
@@ -157,7 +157,7 @@ def install(put, *fakes: Implementation):
     table = (*fakes, *implementations.IMPLEMENTATIONS)
     put(implementations, "IMPLEMENTATIONS", table)
     put(records, "machine", lambda: GPU)
-    put(small_problems, "all_sizes", lambda *_, **__: [TINY])
+    put(comparison, "all_sizes", lambda *_, **__: [TINY])
     put(trial, "SHORT", [(True, 0.0, None)])
     put(verdicts, "_known", {})
     put(verdicts, "_again", {})

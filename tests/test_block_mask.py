@@ -15,7 +15,7 @@ from meshes import make_mesh, put
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks
-from pallas_flash.masks import block_types, expression
+from pallas_flash.masks import block_types, resolution
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import schedule
 from scripts import draw_mask
@@ -88,7 +88,7 @@ def test_the_table_of_lists_calls_no_block_full_or_empty_that_is_not(name):
     """In a full block kernels ask no mask_mod."""
     (lists, *others), T, S = LISTED[name]
     resolved_mask = masks.resolve([lists.fitting((1,), T, 1, 1), *others], 1, T, S, 0)
-    found = np.asarray(expression.with_table(resolved_mask, 1, T).mask_mod.block_types)
+    found = np.asarray(resolution.with_table(resolved_mask, 1, T).mask_mod.block_types)
     exact = np.asarray(block_types.compute(resolved_mask, 1, 1, T, 64, 64))
     assert np.all((found == exact) | (found == block_types.PARTIAL))
     assert np.any(found == block_types.FULL) == (name != "a rule")

@@ -20,7 +20,7 @@ from pallas_flash import explain, flash_attention, masks, paged_attention
 from pallas_flash.choose import selection
 from pallas_flash.choose.selfcheck import comparison, records, verdicts
 from pallas_flash.jax_support import hardware
-from pallas_flash.transforms import lowering
+from pallas_flash.transforms import kernel_pass
 from pallas_flash.transforms.kernel_pass import KernelPass
 
 CPU = jax.devices("cpu")[0]
@@ -39,7 +39,7 @@ def h100(monkeypatch, tmp_path):
     monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "0")
     monkeypatch.delenv("PALLAS_FLASH_IMPLEMENTATION", raising=False)
     fakes.plug_in(monkeypatch.setattr, H100, A100)
-    lowering._once.cache_clear()
+    kernel_pass._once.cache_clear()
 
 
 def qkv(dtype=jnp.float16, B=2, T=20, S=37, N=2, K=1, H=16):
@@ -273,7 +273,7 @@ def test_who_exports_for_a_gpu_without_one_is_told_once_that_it_is_blockwise(cap
             exported(["cuda"], *qkv())
         (line,) = caplog.messages
         assert 'a program for cuda runs "blockwise", not the GPU kernels' in line
-        caplog.clear(), lowering._once.cache_clear()
+        caplog.clear(), kernel_pass._once.cache_clear()
         exported(["cuda"], *qkv(), implementation="blockwise")
         jax.jit(flash_attention)(*qkv())
         assert not caplog.messages

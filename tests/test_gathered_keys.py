@@ -17,7 +17,7 @@ from selection import whole_but
 from pallas_flash import explain, flash_attention, masks
 from pallas_flash.accounting import GPUS
 from pallas_flash.choose import implementations
-from pallas_flash.choose.selfcheck import small_problems, verdicts
+from pallas_flash.choose.selfcheck import comparison, verdicts
 from pallas_flash.kernels.decoding import gather
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
@@ -213,6 +213,6 @@ def test_the_self_check_of_lists_gathers_keys():
     with gpu_interpreter.hopper_kernels():
         problem = explain(q, k, k, mask=TOKENS, implementation="hopper").problem
         assert str(verdicts.variant_of(hopper, problem)).endswith("deterministic, lists of keys")
-        (sizes,) = small_problems.all_sizes(problem)
-        small, *_ = small_problems.make(problem, sizes | dict(queries=3))
+        (sizes,) = comparison.all_sizes(problem)
+        small, *_ = comparison.make(problem, sizes | dict(queries=3))
         assert hopper.tiles_like(hopper.tiles(problem), small).decode.gathers

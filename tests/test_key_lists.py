@@ -21,7 +21,7 @@ from selection import whole_but
 from walks import EVERY_WALK, walking
 
 from pallas_flash import explain, flash_attention, masks
-from pallas_flash.masks.expression import with_table
+from pallas_flash.masks.resolution import with_table
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import blockwise

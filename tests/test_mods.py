@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 
 from pallas_flash import flash_attention, masks
-from pallas_flash.mods import bound, captured, derivatives, score_mod
+from pallas_flash.mods import bound, captured, derivatives
 from pallas_flash.transforms import autodiff
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
@@ -236,7 +236,7 @@ MADE_INSIDE = {
 @pytest.mark.parametrize("name", MADE_INSIDE)
 def test_what_depends_on_no_scalar_is_computed_before_and_captured(name, constants):
     function, arrays, tables = MADE_INSIDE[name]
-    score = score_mod.trace(lambda s, b, h, q, k: s * function(h), jnp.float32)
+    score = bound.trace(lambda s, b, h, q, k: s * function(h), jnp.float32)
     mask, of_mask = bound.trace_mask_mod(lambda b, h, q, k: function(h) > 0.5)
     assert (score.mod.tables, len(of_mask)) == (tables, arrays)
     assert len(score.arrays) == arrays

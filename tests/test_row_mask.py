@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.blackwell.tile import LAYOUTS
-from pallas_flash.kernels.mosaic import mask, registers
+from pallas_flash.kernels.mosaic import block_info, registers
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import schedule
 
@@ -50,7 +50,7 @@ def test_a_row_in_a_thread_has_the_bits_of_what_it_sees(name, transposed):
     def kernel(*refs):
         *refs, out_gmem = refs
         at = registers.ScoreTile(LAYOUTS, first_query, first_key, shape, transposed)
-        loaded = mask.load_mask(
+        loaded = block_info.load_mask(
             LAYOUTS, jax.tree.unflatten(tree, refs), 0, first_query, 128, None, transposed
         )
         x = plgpu.layout_cast(jnp.full(shape, 3.0, jnp.float32), LAYOUTS.tile)

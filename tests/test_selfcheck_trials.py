@@ -16,7 +16,7 @@ from pallas_flash import explain, masks, paged_cache
 from pallas_flash.accounting import GPUS
 from pallas_flash.caches import attend as paged_attend
 from pallas_flash.choose import implementations as table
-from pallas_flash.choose.selfcheck import comparison, small_problems, trial, verdicts
+from pallas_flash.choose.selfcheck import comparison, trial, verdicts
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import block_types
 from pallas_flash.problem.page_layout import Pages
@@ -166,7 +166,7 @@ def test_what_changes_a_result_is_a_variant_and_a_fault_in_it_is_found(name):
 
 
 def test_every_trial_has_windows_and_offsets_by_row_and_one_has_sinks():
-    assert [sizes["sinks"] for sizes in small_problems.all_sizes(problem_of())] == [False, True]
+    assert [sizes["sinks"] for sizes in comparison.all_sizes(problem_of())] == [False, True]
 
 
 def test_nan_is_wrong():
@@ -222,7 +222,7 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
     names = "head_size", "value_size", "deterministic", "dropped"
     for values in sizes:
         p = dataclasses.replace(some, **dict(zip(names, values, strict=True)))
-        wide = dict(zip(names[:2], small_problems.widths(p), strict=True))
+        wide = dict(zip(names[:2], comparison.widths(p), strict=True))
         assert kernels.tiles(p) == kernels.tiles(dataclasses.replace(p, **wide))
 
 
@@ -240,7 +240,7 @@ def test_schemes_are_told_apart_where_the_kernels_are():
 def test_small_trials_run_the_kernels_of_a_large_call():
     call = dict(dtype="bfloat16", deterministic=False)
     large = table.HOPPER.tiles(problem_of(lengths=(trial.LENGTH,) * 2, **call))
-    small = small_problems.make(problem_of(**call), fakes.TINY)[0]
+    small = comparison.make(problem_of(**call), fakes.TINY)[0]
     assert table.HOPPER.tiles(small).fused is None
     assert table.HOPPER.for_same_kernels(large, small).fused.width == large.fused.width
 
@@ -250,14 +250,14 @@ def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
     large = problem_of(dtype="bfloat16", lengths=(2048, 2048), size=16, deterministic=False)
     tiles = table.HOPPER.tiles(large)
     assert tiles.fused is not None
-    smalls = [small_problems.make(large, sizes)[0] for sizes in small_problems.all_sizes(large)]
+    smalls = [comparison.make(large, sizes)[0] for sizes in comparison.all_sizes(large)]
     parts = [(p.group, table.HOPPER.for_same_kernels(tiles, p).fused.group_parts) for p in smalls]
     assert parts == [(4, 4), (2, 1)]
 
 
 def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():
     dropping = problem_of(dtype="bfloat16", **DROPOUT)
-    tiles = table.HOPPER.tiles(small_problems.make(dropping, fakes.TINY)[0])
+    tiles = table.HOPPER.tiles(comparison.make(dropping, fakes.TINY)[0])
     assert table.HOPPER.tiles(problem_of(dtype="bfloat16")) != table.HOPPER.tiles(dropping) == tiles
 
 
@@ -265,7 +265,7 @@ def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_trial_fills_each_slot_of_the_blackwell_kernels_again(size):
     problem = problem_of(dtype="bfloat16", size=size)
-    small, *_ = small_problems.make(problem, small_problems.all_sizes(problem)[0])
+    small, *_ = comparison.make(problem, comparison.all_sizes(problem)[0])
     with as_if_on(GPUS["B200"]):
         t = table.BLACKWELL.tiles(small)
     blocks = small.keys // t.forward.block_k, small.queries // t.dkv.block_q * small.group
@@ -281,7 +281,7 @@ def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ
         problem_of(dtype="bfloat16", mask=masks.Dilated(2)),
     )
     assert verdicts.variant_of(hopper, problem).scheme == "deterministic, a rule"
-    p, operands, _ = small_problems.make(problem, small_problems.SIZES)
+    p, operands, _ = comparison.make(problem, comparison.SIZES)
     tiles = table.HOPPER.tiles(p).forward
     sizes = p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
     types = np.asarray(schedule.block_types(operands.resolved_mask, *sizes))
@@ -289,7 +289,7 @@ def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ
 
 
 def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
-    p, operands, _ = small_problems.make(problem_of("a mask", "bfloat16"), small_problems.SIZES)
+    p, operands, _ = comparison.make(problem_of("a mask", "bfloat16"), comparison.SIZES)
     tiles = table.HOPPER.tiles(p).forward
     sizes = p.queries, p.keys, tiles.block_q, tiles.block_k
     assert {*np.asarray(block_types.from_array(operands.mask, *sizes)).flat} == ALL_KINDS
@@ -336,9 +336,7 @@ def test_a_call_with_pages_takes_no_kernel_that_was_found_right_without_them(mon
 
 def test_a_bias_by_pair_and_one_by_key_are_checked():
     problem = problem_of("a bias")
-    found = [
-        small_problems.make(problem, sizes)[1].bias for sizes in small_problems.all_sizes(problem)
-    ]
+    found = [comparison.make(problem, sizes)[1].bias for sizes in comparison.all_sizes(problem)]
     assert [bias.shape[2] > 1 for bias in found] == [True, False]
 
 
@@ -348,16 +346,16 @@ def test_decoding_is_checked_by_itself_on_a_problem_that_is_decoding():
         problem_of(dtype="bfloat16", lengths=(1, 4096)),
     )
     assert verdicts.variant_of(triton, problem).scheme == "deterministic, decoding"
-    (sizes,) = small_problems.all_sizes(problem)
-    assert table.TRITON.tiles(small_problems.make(problem, sizes)[0]).decode is not None
+    (sizes,) = comparison.all_sizes(problem)
+    assert table.TRITON.tiles(comparison.make(problem, sizes)[0]).decode is not None
 
 
 @pytest.mark.parametrize("size", [64, 96, 128])
 def test_hopper_is_checked_with_one_tile_to_a_program_and_with_several(size):
     problem = problem_of(dtype="bfloat16", size=size, is_causal=True)
     one, several = (
-        table.HOPPER.tiles(small_problems.make(problem, sizes)[0]).forward
-        for sizes in small_problems.all_sizes(problem)
+        table.HOPPER.tiles(comparison.make(problem, sizes)[0]).forward
+        for sizes in comparison.all_sizes(problem)
     )
     assert one.tiles_per_program == 1 < several.tiles_per_program and several.q_stages == 2
 

@@ -27,7 +27,7 @@ from pallas_flash import (
     paged_cache,
 )
 from pallas_flash.accounting import GPUS
-from pallas_flash.choose.selfcheck import small_problems
+from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.jax_support import hardware
 from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
@@ -308,7 +308,7 @@ def test_a_key_head_has_eight_tiles_of_rows_where_no_other_kernel_knows_its_size
 def test_the_self_check_is_of_a_call_without_values():
     q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 4, 24), (300, 1, 24)))
     problem = explain(q, k, None, value_size=16).problem
-    (sizes,) = small_problems.all_sizes(problem)
-    small, operands, _ = small_problems.make(problem, sizes)
+    (sizes,) = comparison.all_sizes(problem)
+    small, operands, _ = comparison.make(problem, sizes)
     assert small.values_are_keys and operands.value is None
     assert (small.head_size, small.value_size) == (32, 16)

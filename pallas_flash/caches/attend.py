@@ -10,19 +10,19 @@ import jax.numpy as jnp
 from pallas_flash import checks
 from pallas_flash.caches import ragged
 from pallas_flash.choose import dispatch, implementations, selection
-from pallas_flash.choose.selfcheck import comparison, small_problems
+from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.jax_support import hardware, varying, xla_cpu
 from pallas_flash.kernels import joined
 from pallas_flash.masks import KeyLists
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.call import PagedCall
 from pallas_flash.problem.implementation import Choice, Implementation, PageReader
 from pallas_flash.problem.page_layout import Pages, PageTable
 from pallas_flash.tiled import quantised, split_kv
-from pallas_flash.transforms import autodiff, derivative_modes, lowering
+from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
 
 COPIES_ALL = "it copies all pages, and lists name some of their keys"
 
@@ -116,7 +116,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedPass(lowering.ByPlatform):
+class PagedPass(kernel_pass.ByPlatform):
     """The forward of an implementation that reads pages in place."""
 
     problem: Problem
@@ -127,7 +127,9 @@ class PagedPass(lowering.ByPlatform):
 
     def run_elsewhere(self, like, *args):
         o, stats = attend_in_place(self.problem, self.pages, implementations.BLOCKWISE, *args)
-        return o, lowering.like_kernels(stats, like[1], self.implementation.log_base(self.problem))
+        return o, kernel_pass.like_kernels(
+            stats, like[1], self.implementation.log_base(self.problem)
+        )
 
 
 def _gather(p: Problem, pages: Pages, mask: ResolvedMask, table, dtype, x, scales):
@@ -215,7 +217,7 @@ def attend_in_place(
 
 def entry_point(pages: Pages) -> comparison.EntryPoint:
     """How the self-check calls kernels that read such pages."""
-    keys = -(-small_problems.SIZES["keys"] // pages.page) * pages.page
+    keys = -(-comparison.SIZES["keys"] // pages.page) * pages.page
     name = " ".join(filter(None, (f"pages of {pages.page}", pages.stored, pages.alone)))
     results, widen = (functools.partial(f, pages) for f in (_results, _widen))
     sizes, convert = dict(keys=keys), lambda _, problem: problem  # it reads lists in pages

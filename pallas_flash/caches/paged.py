@@ -16,7 +16,7 @@ from pallas_flash.choose import dispatch
 from pallas_flash.devices import sharding
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import KeyLists
-from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem.call import Implementation, PagedCall, ScoreMod, in_lines
 from pallas_flash.tiled import quantised
 

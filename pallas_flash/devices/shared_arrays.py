@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import AXES, Call, is_data
 

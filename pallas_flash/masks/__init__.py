@@ -21,7 +21,6 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.block_mask import BlockMask as BlockMask
 from pallas_flash.masks.block_mask import create_block_mask as create_block_mask
 from pallas_flash.masks.block_mask import draw as draw
-from pallas_flash.masks.expression import with_table as with_table
 from pallas_flash.masks.key_lists import KeyLists as KeyLists
 from pallas_flash.masks.mask import BlockTypes as BlockTypes
 from pallas_flash.masks.mask import Mask as Mask
@@ -32,6 +31,7 @@ from pallas_flash.masks.mask import with_leaves as with_leaves
 from pallas_flash.masks.mask import without_block_types as without_block_types
 from pallas_flash.masks.resolution import positions_of as positions_of
 from pallas_flash.masks.resolution import resolve as resolve
+from pallas_flash.masks.resolution import with_table as with_table
 from pallas_flash.masks.resolution import within_reach as within_reach
 from pallas_flash.masks.resolved_mask import REACH, clip
 from pallas_flash.masks.sequences import Documents as Documents

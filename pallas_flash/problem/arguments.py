@@ -16,7 +16,7 @@ from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.checks.sizes import HEADS_FIRST, Sizes
 from pallas_flash.jax_support import options
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem.call import Call
 from pallas_flash.problem.log_base import LogBase
 

@@ -20,7 +20,7 @@ import jax
 from pallas_flash.choose.selfcheck import attempts
 from pallas_flash.choose.selfcheck.attempts import Attempt
 from pallas_flash.choose.selfcheck.outcome import Verdict
-from pallas_flash.jax_support import hardware, jax_internals
+from pallas_flash.jax_support import hardware, jax_internals, options
 
 
 class Machine(NamedTuple):

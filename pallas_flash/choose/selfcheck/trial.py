@@ -18,7 +18,7 @@ import jax
 
 from pallas_flash import checks
 from pallas_flash.choose import implementations, selection
-from pallas_flash.choose.selfcheck import comparison, outcome, records, small_problems, verdicts
+from pallas_flash.choose.selfcheck import comparison, outcome, records, verdicts
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.choose.selfcheck.verdicts import Variant
 from pallas_flash.jax_support import hardware, options
@@ -39,7 +39,7 @@ SCHEMES = [
     *SHORT,
     (True, 0.25, None),
     (False, 0.25, None),
-    *itertools.product((True, False), (0.0,), small_problems.EXTRAS),
+    *itertools.product((True, False), (0.0,), comparison.EXTRAS),
     (True, 0.0, comparison.FORWARD_MODE.name),
 ]
 _one_runs = threading.Lock()
@@ -52,7 +52,7 @@ class Case(NamedTuple):
     dtype: str
     deterministic: bool | None
     dropout_rate: float
-    extra: str | None  # one of small_problems.EXTRAS, or decoding, or forward mode
+    extra: str | None  # one of comparison.EXTRAS, or decoding, or forward mode
 
     def problem(self) -> Problem:
         """The problem that has the case's kernels. Raises NotImplementedError, which says why this
@@ -62,7 +62,7 @@ class Case(NamedTuple):
         static = dict(implementation=self.implementation, deterministic=self.deterministic)
         static |= dict(dropout_rate=self.dropout_rate)
         heads = self.head_size, self.value_size, self.dtype
-        call, _ = small_problems.make_call(*heads, [self.extra], sizes, **static)
+        call, _ = comparison.make_call(*heads, [self.extra], sizes, **static)
         problem = checks.from_shapes(lambda call: arguments.normalise(call)[0], Call(**call))
         selection.first(problem, self.implementation)  # raises where it cannot run
         return problem
@@ -192,9 +192,9 @@ class Setting(NamedTuple):
 
 
 ON_GPU = Setting(None, (4, 2048, 8), 20)
-ON_CPU = Setting([small_problems.SIZES], (1, 1024, 4), 5)
+ON_CPU = Setting([comparison.SIZES], (1, 1024, 4), 5)
 INTERPRETED = Setting(
-    [small_problems.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], (1, 37, 2), 3
+    [comparison.SIZES | dict(batch=1, queries=37, keys=53, heads=2, kv_heads=1)], (1, 37, 2), 3
 )
 
 
@@ -215,12 +215,12 @@ def run_case(case: Case, ready: Callable[[], None]) -> Finding:
 
 def _measure(case: Case, ready: Callable[[], None]) -> Finding:
     size, problem, implementation = setting(case), case.problem(), case.on_trial()
-    sizes = size.checked or small_problems.all_sizes(problem, **case.entry.sizes)
+    sizes = size.checked or comparison.all_sizes(problem, **case.entry.sizes)
     check = comparison.check(implementation, problem, sizes, case.entry)
     is_decoding = case.extra == "decoding"
     batch, length, heads = size.timed
     sizes = dict(batch=batch, queries=1 if is_decoding else length, keys=length)
-    timed = small_problems.make(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
+    timed = comparison.make(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
     results = comparison.forward_results if is_decoding else case.entry.results
     start = time.perf_counter()
     program = comparison.program(implementation, implementation.tiles(problem), results, *timed)

@@ -18,9 +18,9 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, scheduler, tma
+from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
-from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem

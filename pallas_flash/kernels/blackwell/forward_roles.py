@@ -12,7 +12,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, ForwardTiles
 from pallas_flash.kernels.mosaic import logits, scheduler, statistics, tma
-from pallas_flash.kernels.mosaic.mask import TileMask
+from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.registers import ScoreTile
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule

@@ -43,10 +43,9 @@ from pallas_flash.kernels.mma.tile_sizes import (
     widths,
 )
 from pallas_flash.kernels.mosaic import logits, mods, statistics
-from pallas_flash.kernels.mosaic.block_info import broadcast_index
+from pallas_flash.kernels.mosaic.block_info import TileMask, broadcast_index
 from pallas_flash.kernels.mosaic.elements import Tiling, round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix
-from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.masks.resolved_mask import ResolvedMask

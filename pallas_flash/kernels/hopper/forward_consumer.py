@@ -12,8 +12,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, statistics, tma
+from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import shared_matrix
-from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import per_row
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule

@@ -16,8 +16,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
+from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
-from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import TangentRows
 from pallas_flash.kernels.mosaic.tma import RaggedRows

@@ -18,8 +18,8 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
 from pallas_flash.kernels.mosaic import block_info, elements, launch, logits, scheduler, tma
+from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import Role
-from pallas_flash.kernels.mosaic.mask import TileMask
 from pallas_flash.kernels.mosaic.registers import (
     Layouts,
     opaque,

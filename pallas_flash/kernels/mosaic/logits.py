@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import block_info, dropout, mods
+from pallas_flash.kernels.mosaic.block_info import HeadBits, PackedMask, TileMask, load_mask, pack
 from pallas_flash.kernels.mosaic.elements import Tiling
-from pallas_flash.kernels.mosaic.mask import HeadBits, PackedMask, TileMask, load_mask, pack
 from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile, load, per_column, per_row
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem

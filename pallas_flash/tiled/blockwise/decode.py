@@ -13,7 +13,7 @@ from jax import lax
 from pallas_flash.checks import sums
 from pallas_flash.jax_support import xla_cpu
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import PageTable

@@ -10,13 +10,12 @@ from jax import lax
 
 from pallas_flash import dropout
 from pallas_flash.checks import sums
-from pallas_flash.mods.score_mod import BoundScoreMod
+from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise.mask import dense_tile, dense_tiles
-from pallas_flash.tiled.blockwise.mods import of_heads, pairs
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, of_heads, pairs
 from pallas_flash.tiled.blockwise.tuning import Tiles, scale_can_come_last
 
 

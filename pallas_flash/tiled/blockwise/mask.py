@@ -15,8 +15,7 @@ from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.blockwise.mods import of_heads, pairs
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row, of_heads, pairs
 
 
 class TileMask(NamedTuple):

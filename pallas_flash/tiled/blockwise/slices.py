@@ -1,6 +1,7 @@
 """Slices of arrays, to take out and to put back: a block of neighbouring rows or keys, and a range
-of batch rows and heads."""
+of batch rows and heads, with the indices at which a mask_mod or a score_mod is evaluated there."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jax import lax
 
 from pallas_flash.jax_support import xla_cpu
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.mods.bound import BoundMod
+from pallas_flash.problem.arguments import Problem
 
 
 class Block(NamedTuple):
@@ -101,3 +104,23 @@ def _put(x, part, starts):
 
 def _int32(starts) -> list:
     return [np.int32(i) if isinstance(i, int) else jnp.asarray(i, jnp.int32) for i in starts]
+
+
+def of_heads(mod: BoundMod | None, p: Problem, heads: HeadRange) -> BoundMod | None:
+    """The mod with the indices of a range of batch rows [B] and heads [1, K, G, 1]."""
+    if mod is None:
+        return None
+    batch, head = mod.indices(p.batch, p.heads)
+    batch = heads.take(batch) if mod.mod.uses_batch else batch
+    shape = (1, heads.heads, -1, 1) if mod.mod.uses_head else (1, 1, 1, 1)
+    head = heads.take(head[None], 1).reshape(shape)
+    offset = mod.offset if isinstance(mod.offset, int) else heads.take(mod.offset)[:, None]
+    return dataclasses.replace(mod, batch=batch, head=head, offset=offset)
+
+
+def pairs(mod: BoundMod, rows: Block, keys: Block, group: int):
+    """Batch row, head, position and key of each pair, to broadcast against [B, K, rows, keys]."""
+    position, head = each_row(rows.index[None] + mod.offset, group), mod.head
+    if mod.mod.uses_head:
+        head = jnp.broadcast_to(head, (*head.shape[:3], rows.size)).reshape(1, head.shape[1], -1, 1)
+    return mod.batch[:, None, None, None], head, position, keys.index
