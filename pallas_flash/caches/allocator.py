@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from pallas_flash.caches import ragged
+from pallas_flash.caches import attend
 from pallas_flash.devices import sharding
 from pallas_flash.tiled import quantised
 
@@ -140,9 +140,9 @@ def append(cache: PagedCache, *, key, count, value=None) -> tuple[None, PagedCac
 
 def append_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[None, PagedCache]:
     """Appends ragged tokens, one row behind the other."""
-    ends = ragged.within(cu_seqlens, len(key))
+    ends = attend.clip_ends(cu_seqlens, len(key))
     cache = cache._replace(append_length=jnp.zeros((), jnp.int32))
-    return None, _append_at(cache, jnp.diff(ends), *ragged.Places.of(ends, len(key)), key, value)
+    return None, _append_at(cache, jnp.diff(ends), *attend.Places.of(ends, len(key)), key, value)
 
 
 def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:

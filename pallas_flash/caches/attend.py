@@ -1,14 +1,20 @@
 """Dispatches a call of `paged_attention` to an implementation that reads pages in place, or gathers
-them first; and how kernels that read pages are self-checked."""
+them first; and how kernels that read pages are self-checked.
+
+Ragged tokens are the tokens of all rows of a batch, one row behind the other. Decoding takes them
+as tiles, each with tokens of one row.
+"""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
 
 from pallas_flash import checks
-from pallas_flash.caches import ragged
 from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.jax_support import hardware, varying, xla_cpu
@@ -23,6 +29,92 @@ from pallas_flash.problem.implementation import Choice, Implementation, PageRead
 from pallas_flash.problem.page_layout import Pages, PageTable
 from pallas_flash.tiled import quantised, split_kv
 from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
+
+
+def clip_ends(cu_seqlens: Int[Array, "B+1"], tokens: int) -> Int[Array, "B+1"]:
+    """Clips traced cu_seqlens, which nothing can check, to ends in order and within the tokens."""
+    return lax.cummax(jnp.clip(cu_seqlens, 0, tokens))
+
+
+class Places(NamedTuple):
+    """The row of each token, and its number in the row."""
+
+    row: Int[Array, "tokens"]
+    number: Int[Array, "tokens"]
+    is_real: Bool[Array, "tokens"]  # whether it belongs to a row at all
+
+    @classmethod
+    def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int) -> "Places":
+        token, last = jnp.arange(tokens, dtype=jnp.int32), len(cu_seqlens) - 2
+        row = jnp.minimum(
+            jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32), last
+        )
+        return cls(
+            row, token - cu_seqlens[row], (cu_seqlens[0] <= token) & (token < cu_seqlens[-1])
+        )
+
+
+class RaggedTiles(NamedTuple):
+    """Tiles of `size` tokens of one row: as many as any cu_seqlens could need; the last may be
+    empty."""
+
+    row: Int[Array, "tiles"]
+    first: Int[Array, "tiles"]  # the first token, by its number in the row
+    count: Int[Array, "tiles"]
+    source: Int[Array, "tiles size"]  # the index of each token among all
+    tile: Int[Array, "tokens"]
+    slot: Int[Array, "tokens"]  # the place of each token in its tile
+    is_real: Bool[Array, "tokens"]
+
+    @classmethod
+    def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int, size: int) -> "RaggedTiles":
+        B, counts = len(cu_seqlens) - 1, jnp.diff(cu_seqlens)
+        most = (tokens + min(B, tokens) * (size - 1)) // size
+        # how many tiles the rows up to each one have
+        stop = jnp.cumsum(-(-counts // size), dtype=jnp.int32)
+        start = jnp.concatenate([jnp.zeros(1, jnp.int32), stop[:-1]])
+        tile = jnp.arange(most, dtype=jnp.int32)
+        row = jnp.minimum(jnp.searchsorted(stop, tile, side="right").astype(jnp.int32), B - 1)
+        first = (tile - start[row]) * size
+        source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        row_of_token, number, is_real = Places.of(cu_seqlens, tokens)
+        count = jnp.clip(counts[row] - first, 0, size)
+        return cls(
+            row,
+            first,
+            count,
+            jnp.clip(source, 0, tokens - 1),
+            start[row_of_token] + number // size,
+            number % size,
+            is_real,
+        )
+
+    def rows_of(self, call: PagedCall) -> PagedCall:
+        """The call with a batch row for each tile; in `call` query_offset is the position of each
+        row's first token."""
+        offset, score = jnp.broadcast_to(call.query_offset, call.lengths.shape), call.score_mod
+        mask = call.mask
+        if mask is not None:
+            mask = dataclasses.replace(mask, indices=mask.indices[0, self.source])
+        of_tiles = lambda x: jnp.asarray(x)[self.row]
+        if score is not None and score.mod.uses_batch:
+            batch = score.indices(len(call.lengths), 1)[0][self.row]
+            score = dataclasses.replace(score, batch=batch)
+        return call.replace(
+            query=call.query[self.source],
+            page_table=of_tiles(call.page_table),
+            lengths=of_tiles(call.lengths),
+            query_offset=offset[self.row] + self.first,
+            query_seq_lengths=self.count,
+            mask=mask,
+            score_mod=score,
+        )
+
+    def tokens(self, x, empty):
+        """The tokens [tokens, ..] of x [tiles, size, ..]; `empty` for tokens of no row."""
+        by_token = x[jnp.clip(self.tile, 0, len(x) - 1), jnp.clip(self.slot, 0, x.shape[1] - 1)]
+        return jnp.where(self.is_real.reshape(-1, *(1,) * (x.ndim - 2)), by_token, empty)
+
 
 COPIES_ALL = "it copies all pages, and lists name some of their keys"
 
@@ -49,12 +141,12 @@ def _attend_jit(static: PagedCall, arrays):
     return tiles.tokens(o, 0), tiles.tokens(lse, of_no_keys), largest
 
 
-def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
+def _in_rows(call: PagedCall) -> tuple[PagedCall, RaggedTiles | None]:
     """The call with an offset for each batch row. With cu_seqlens_q each tile of tokens becomes a
     row, and the tiles are returned too."""
     sizes, (*_, T, N, _) = call.layout.sizes(call.k_pages.shape), call.query.shape
     cu_seqlens = call.cu_seqlens_q
-    cu_seqlens = None if cu_seqlens is None else ragged.within(cu_seqlens, T)
+    cu_seqlens = None if cu_seqlens is None else clip_ends(cu_seqlens, T)
     if call.query_offset is None:
         new = T if call.query_seq_lengths is None else jnp.clip(call.query_seq_lengths, 0, T)
         new = new if cu_seqlens is None else jnp.diff(cu_seqlens)
@@ -63,7 +155,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, ragged.Tiles | None]:
     if cu_seqlens is None:
         return call, None
     most = split_kv.max_ragged_rows(sizes["H"], call.v_pages is None)
-    tiles = ragged.Tiles.of(cu_seqlens, T, max(1, most * sizes["K"] // N))
+    tiles = RaggedTiles.of(cu_seqlens, T, max(1, most * sizes["K"] // N))
     return tiles.rows_of(call), tiles
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_flash import checks
-from pallas_flash.caches import allocator, ragged
+from pallas_flash.caches import allocator, attend
 from pallas_flash.caches.allocator import Shortage
 from pallas_flash.caches.paged import PAGE, Options, paged_attention
 from pallas_flash.checks import AnyArray, unexpected
@@ -111,7 +111,7 @@ class PagedCache(NamedTuple):
         ends = self._ends(name, cu_seqlens, T)
         new["cu_seqlens"] = jnp.asarray(ends)
         if checks.is_constant(ends):
-            self._check_room("append", jnp.diff(ragged.within(new["cu_seqlens"], T)))
+            self._check_room("append", jnp.diff(attend.clip_ends(new["cu_seqlens"], T)))
         return sharding.map_cache(allocator.append_ragged, self, new)[1]
 
     @unexpected.refused
@@ -192,8 +192,8 @@ class PagedCache(NamedTuple):
         if cu_seqlens is None:
             has_lost = has_lost[:, None]  # [B, T]
         else:
-            ends = ragged.within(jnp.asarray(cu_seqlens), len(query))
-            tokens = ragged.Places.of(ends, len(query))
+            ends = attend.clip_ends(jnp.asarray(cu_seqlens), len(query))
+            tokens = attend.Places.of(ends, len(query))
             has_lost = has_lost[tokens.row] & tokens.is_real  # [T]
         by_token = lambda x: has_lost.reshape(*has_lost.shape, *(1,) * (x.ndim - has_lost.ndim))
         return jax.tree.map(lambda x: jnp.where(by_token(x), jnp.nan, x), results)

@@ -9,8 +9,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory
-from pallas_flash.kernels.mma.padded_rows import PaddedRows
+from pallas_flash.kernels.mma.memory import Memory, PaddedRows
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.elements import round_up

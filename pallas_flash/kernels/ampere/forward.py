@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.decoding import forward as decode
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat, pad
+from pallas_flash.kernels.mma.memory import PaddedRows, flat, pad
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles, padded_length
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory
-from pallas_flash.kernels.mma.padded_rows import PaddedRows, flat
+from pallas_flash.kernels.mma.memory import Memory, PaddedRows, flat
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch

@@ -20,7 +20,7 @@ from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
-from pallas_flash.kernels.mosaic.query_block import QueryBlock
+from pallas_flash.kernels.mosaic.logits import QueryBlock
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem

@@ -31,7 +31,7 @@ from pallas_flash.kernels.decoding import listed_keys, sliced_k
 from pallas_flash.kernels.decoding.gather import KeyBlocks
 from pallas_flash.kernels.decoding.listed_keys import ListTable
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.padded_rows import flat, pad
+from pallas_flash.kernels.mma.memory import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (
     OUTPUT_COLUMNS,
     ROWS,

@@ -24,7 +24,7 @@ from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
-from pallas_flash.kernels.mosaic.query_block import QueryBlock
+from pallas_flash.kernels.mosaic.logits import QueryBlock
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.kernels.mosaic.statistics import Inputs
 from pallas_flash.problem.arguments import Operands, Problem

@@ -13,7 +13,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, KeyTiles
 from pallas_flash.kernels.mosaic import elements, tma
-from pallas_flash.kernels.mosaic.query_block import QueryBlock
+from pallas_flash.kernels.mosaic.logits import QueryBlock
 from pallas_flash.kernels.mosaic.registers import opaque
 from pallas_flash.problem.arguments import Problem
 

@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory, cheapest_that_fits
-from pallas_flash.kernels.mma.padded_rows import PaddedRows
+from pallas_flash.kernels.mma.memory import Memory, PaddedRows, cheapest_that_fits
 from pallas_flash.kernels.mma.tile_sizes import Gpu, ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch

@@ -10,12 +10,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import block_info, dropout, mods
 from pallas_flash.kernels.mosaic.block_info import HeadBits, PackedMask, TileMask, load_mask, pack
 from pallas_flash.kernels.mosaic.elements import Tiling
-from pallas_flash.kernels.mosaic.registers import Layouts, ScoreTile, load, per_column, per_row
+from pallas_flash.kernels.mosaic.registers import (
+    Layouts,
+    ScoreTile,
+    load,
+    opaque,
+    per_column,
+    per_row,
+)
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LN2, LOG2E, LogBase
@@ -237,3 +245,26 @@ def for_head(p: Problem, layouts: Layouts, x: Arrays, batch: IntLike, head: IntL
         mods.for_head(p.score, x.score_mod, batch, head),
         dropout.for_head(p.dropped, x.seeds, batch, head),
     )
+
+
+class QueryBlock(NamedTuple):
+    """A block of queries of one head, as a kernel that owns keys visits it. Scores are transposed,
+    [keys, queries]."""
+
+    position: IntLike  # in the rings
+    batch: IntLike
+    head: IntLike
+    first_row: IntLike
+    logits: Logits
+
+    def probabilities(self, s, at: ScoreTile, lse, masked: bool):
+        """P of a tile of scores, and what `Logits.gradient` takes; lse: a ref, of its queries."""
+        mask = None
+        if masked:
+            batch, size = opaque(self.batch), at.shape[1]
+            mask = self.logits.load_mask(batch, at.first_query, size, transposed=True)
+        return self.logits.probabilities(s, at, lambda: self.per_query(lse, at.shape), mask)
+
+    def per_query(self, ref, shape: tuple[int, int]):
+        """The ref's values of queries, for each score."""
+        return per_column(plgpu.load(ref, layout=self.logits.layouts.column), shape)

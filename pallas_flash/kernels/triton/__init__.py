@@ -17,7 +17,7 @@ class Triton(Family, PageReader):
 
     def import_kernels(self):
         from pallas_flash.kernels.pallas_call import by_triton  # noqa: F401
-        from pallas_flash.kernels.triton import backward, forward, tangent  # noqa: F401
+        from pallas_flash.kernels.triton import backward, forward  # noqa: F401
 
     def tiles(self, problem):
         return tuning.tiles(problem)
@@ -33,9 +33,9 @@ class Triton(Family, PageReader):
         return backward.backward(problem, tiles, x, lse, do, delta)
 
     def tangent_by_kernel(self, problem, tiles, x, dx, rows, o, dlse):
-        from pallas_flash.kernels.triton import tangent
+        from pallas_flash.kernels.triton import forward
 
-        return tangent.tangent(problem, tiles, x, dx, rows, o, dlse)
+        return forward.tangent(problem, tiles, x, dx, rows, o, dlse)
 
     # ---- pages ----
 

@@ -8,7 +8,7 @@ from pallas_flash.problem.implementation import PageReader, no_empty_axis
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.lists import gathered
+from pallas_flash.tiled.lists import passes
 from pallas_flash.tiled.lists.tuning import BY_QUERY
 from pallas_flash.tiled.online_softmax import RowLse
 
@@ -54,7 +54,7 @@ class Blockwise(PageReader):
 
     def forward_from_pages(self, problem, tiles, x, table, scales):
         has_lists = problem.resolved_mask.lists is not None
-        by = gathered.forward_from_pages if has_lists else blockwise.decode.forward
+        by = passes.forward_from_pages if has_lists else blockwise.decode.forward
         return by(problem, tiles, x, table, scales)
 
     def copies_prompts(self, problem):
