@@ -305,7 +305,7 @@ LEFT_OUT = {
         f"hopper, heads of 512: {what}": LeftOut("hopper", f"hopper.{where}", head_size=512)
         for what, where in (
             ("the meetings before P, dP and dS are read", "dkv_consumer.DkvConsumer.barrier"),
-            ("the meetings around dQ's epilogue", "backward_dq.Consumer.sync_owners"),
+            ("the meetings around dQ's epilogue", "backward_dq.DqConsumer.sync_owners"),
         )
     },
     "hopper: the fence after lse and delta are read": LeftOut("hopper", "mosaic.tma.fence"),

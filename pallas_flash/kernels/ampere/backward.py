@@ -9,13 +9,13 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory, PaddedRows
+from pallas_flash.kernels.mma.memory import PaddedRows, TileMemory
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.elements import round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_column, per_row
-from pallas_flash.kernels.mosaic.statistics import Inputs
+from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
 
@@ -71,7 +71,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
         _dq_kernel,
         p,
         t,
-        Inputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta),
+        GradientInputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta),
         scheduler.query_programs(p, t.block_q),
         [Output(p.queries, t.block_q, p.heads, p.head_size, t.width)],
         "flash_attention_dq",
@@ -82,7 +82,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
 def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv], by one kernel or one each."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    inputs = Inputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta)
+    inputs = GradientInputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta)
     programs = scheduler.key_programs(p, t.block_k)
     outputs = dict(
         dk=Output(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
@@ -96,7 +96,9 @@ def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     return gradients
 
 
-def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: list, name: str):
+def _launch(
+    kernel, p: Problem, t: Tiles, x: GradientInputs, programs: int, outputs: list, name: str
+):
     """The gradients that the kernel writes, as each Output says."""
     arrays = launch(
         functools.partial(kernel, problem=p, tiles=t),
@@ -109,7 +111,7 @@ def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: lis
             for out in outputs
         ],
         warpgroups=1,
-        scratch=Memory.allocate(p, t),
+        scratch=TileMemory.allocate(p, t),
         name=name,
         semantics=LANE,
     )
@@ -119,7 +121,9 @@ def _launch(kernel, p: Problem, t: Tiles, x: Inputs, programs: int, outputs: lis
     ]
 
 
-def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem, tiles: Tiles):
+def _dq_kernel(
+    program, x: GradientInputs, dq_gmem, memory: TileMemory, *, problem: Problem, tiles: Tiles
+):
     p, t = problem, tiles
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     rows = pl.ds(work.tile * t.block_q, t.block_q)
@@ -154,7 +158,9 @@ def _dq_kernel(program, x: Inputs, dq_gmem, memory: Memory, *, problem: Problem,
     _store(dq_gmem, work.batch, rows, work.head, dq * p.scale)
 
 
-def _key_kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: Tiles):
+def _key_kernel(
+    program, x: GradientInputs, *refs, names: tuple[str, ...], problem: Problem, tiles: Tiles
+):
     """Sums the gradients of these names, dk and dv."""
     *outputs, memory = refs
     p, t = problem, tiles

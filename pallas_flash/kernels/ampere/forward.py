@@ -52,7 +52,7 @@ TILES = (
 )
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
 
     queries: PaddedRows  # q
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     logits: logits.Arrays
 
 
-class Memory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers; an array has the columns of one
     warpgroup, then of another."""
 
@@ -74,7 +74,7 @@ class Memory(NamedTuple):
     kv_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+    def allocate(cls, p: Problem, t: Tiles) -> "ForwardMemory":
         matrix = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         slots = t.warpgroups * t.stages
         return cls(
@@ -102,7 +102,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[o_type, *fields],
         warpgroups=t.warpgroups,
-        scratch=Memory.allocate(p, t),
+        scratch=ForwardMemory.allocate(p, t),
         name="flash_attention_forward",
         semantics=LANE,
     )
@@ -110,14 +110,14 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     return o, statistics.results(p, stats)
 
 
-def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
+def _inputs(p: Problem, t: Tiles, x: Operands) -> ForwardInputs:
     _, key_lengths = x.resolved_mask.lengths
     if t.copies_q:
         queries = PaddedRows.make([x.query], [t.width], t.block_q, None)
     else:
         rows = padded_length(p.queries, t.block_q)
         queries = PaddedRows((flat(pad(x.query, rows, t.width)),), None)
-    return Inputs(
+    return ForwardInputs(
         queries,
         PaddedRows.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
@@ -126,7 +126,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     )
 
 
-def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
     *stats_gmem, memory = outputs
     p, t = problem, tiles
     part = lax.axis_index("warpgroup") if t.warpgroups > 1 else 0

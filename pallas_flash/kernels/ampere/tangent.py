@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory, PaddedRows, flat
+from pallas_flash.kernels.mma.memory import PaddedRows, TileMemory, flat
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
@@ -29,7 +29,7 @@ TILES = (
 )
 
 
-class Inputs(NamedTuple):
+class TangentInputs(NamedTuple):
     """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
 
     queries: PaddedRows  # q, and dq if there is one
@@ -41,12 +41,12 @@ class Inputs(NamedTuple):
     logits: logits.Arrays
 
 
-def scratch(p: Problem, t: Tiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> Memory:
+def scratch(p: Problem, t: Tiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> TileMemory:
     """The shared memory of a program, beside the tangents that a call has."""
     queries = dict(q=t.width, dq=t.width)
     keys = dict(k=t.width, v=t.value_width, dk=t.width, dv=t.value_width)
     of_call = lambda widths: [n for name, n in widths.items() if name in ("q", "k", "v", *has)]
-    return Memory.allocate(p, t, of_call(queries), of_call(keys))
+    return TileMemory.allocate(p, t, of_call(queries), of_call(keys))
 
 
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
@@ -70,13 +70,15 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
     return do[:, : p.queries, :, : p.value_size], dlse[:, :, : p.queries]
 
 
-def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
+def _inputs(
+    p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+) -> TangentInputs:
     _, key_lengths = x.resolved_mask.lengths
     queries = (x.query, t.width), (dx.query, t.width)
     keys = (x.key, t.width), (x.value, t.value_width), (dx.key, t.width), (dx.value, t.value_width)
     of_call = lambda arrays: zip(*(pair for pair in arrays if pair[0] is not None), strict=True)
     o = jnp.pad(o, ((0, 0), (0, -p.queries % t.block_q), (0, 0), (0, t.value_width - p.value_size)))
-    return Inputs(
+    return TangentInputs(
         PaddedRows.make(*of_call(queries), t.block_q, None),
         PaddedRows.make(*of_call(keys), t.block_k, key_lengths),
         flat(o),
@@ -89,10 +91,10 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
 
 def _kernel(
     program,
-    x: Inputs,
+    x: TangentInputs,
     do_gmem,
     dlse_gmem,
-    memory: Memory,
+    memory: TileMemory,
     *,
     problem: Problem,
     tiles: Tiles,

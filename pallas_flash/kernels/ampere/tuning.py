@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from pallas_flash.kernels.ampere import backward, forward, tangent
 from pallas_flash.kernels.decoding.tuning import tiles_if_decoding
-from pallas_flash.kernels.mma.memory import Memory, cheapest_that_fits
+from pallas_flash.kernels.mma.memory import TileMemory, cheapest_that_fits
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
 from pallas_flash.problem.arguments import Problem
 
@@ -22,9 +22,9 @@ def tiles(problem: Problem) -> AllTiles:
 @functools.lru_cache(256)  # an eager call chooses each time
 def _tiles(p: Problem, gpu: Gpu) -> AllTiles:
     return AllTiles(
-        _row(forward.TILES, p, gpu, forward.Memory.allocate),
-        _row(backward.DQ_TILES, p, gpu, Memory.allocate),
-        _row(backward.DKV_TILES, p, gpu, Memory.allocate),
+        _row(forward.TILES, p, gpu, forward.ForwardMemory.allocate),
+        _row(backward.DQ_TILES, p, gpu, TileMemory.allocate),
+        _row(backward.DKV_TILES, p, gpu, TileMemory.allocate),
         cheapest_that_fits(tangent.TILES, p, gpu, tangent.scratch),
     )
 

@@ -22,7 +22,7 @@ from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import QueryBlock
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
-from pallas_flash.kernels.mosaic.statistics import Inputs
+from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
@@ -44,7 +44,7 @@ class Do(NamedTuple):
     delta: Any
 
 
-class Memory(NamedTuple):
+class DkvMemory(NamedTuple):
     """The shared memory and mbarriers of a program."""
 
     k: Any  # [128, width], of dk in the end
@@ -67,7 +67,7 @@ class Memory(NamedTuple):
     done: Any  # products -> consumers
 
     @classmethod
-    def allocate(cls, p: Problem, t: GradientTiles) -> "Memory":
+    def allocate(cls, p: Problem, t: GradientTiles) -> "DkvMemory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         rows = plgpu.SMEM((t.value_stages, ROWS), jnp.float32)
         barriers, ordered = tile.barriers, tile.ordered_barriers
@@ -123,21 +123,21 @@ class TensorMemory(NamedTuple):
 def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv]."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
+    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta)
     sums = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
         programs=scheduler.key_programs(p, t.block_k),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in x.keys.arrays],
         warpgroups=CONSUMERS + 1,
-        scratch=(Memory.allocate(p, t), TensorMemory.allocate(p, t)),
+        scratch=(DkvMemory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_dk_dv",
     )
     sizes = p.head_size, p.value_size
     return [a[:, : p.keys, :, :size] for a, size in zip(sums, sizes, strict=True)]
 
 
-def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
+def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: GradientTiles):
     *outputs, (m, tensor) = refs
     p, t = problem, tiles
     work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
@@ -172,7 +172,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
         schedule.loop(0, opaque(p.group), load_head, None)
 
     def compute(number):
-        consumer = Consumer(p, t, m, tensor, do, number, work)
+        consumer = DkvConsumer(p, t, m, tensor, do, number, work)
         consumer.start()
 
         def add_head(g, _):
@@ -195,7 +195,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: GradientTiles):
 class Products(NamedTuple):
     """The warp that begins the products, for the blocks of queries in the rings."""
 
-    memory: Memory
+    memory: DkvMemory
     tensor: TensorMemory
     q: tile.Ring
     do: tile.Ring
@@ -259,13 +259,13 @@ class Products(NamedTuple):
         plgpu.tcgen05_commit_arrive(self.memory.dp_full)
 
 
-class Consumer(NamedTuple):
+class DkvConsumer(NamedTuple):
     """A warpgroup that computes P and dS of all keys and half of the queries of each block; in the
     end one has dV, the other dK."""
 
     problem: Problem
     tiles: GradientTiles
-    memory: Memory
+    memory: DkvMemory
     tensor: TensorMemory
     do: tile.Ring  # of Do
     number: int  # of the two consumers

@@ -22,7 +22,7 @@ from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
-from pallas_flash.kernels.mosaic.statistics import Inputs
+from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
@@ -34,7 +34,7 @@ TILES = (
 )
 
 
-class Memory(NamedTuple):
+class DqMemory(NamedTuple):
     """The shared memory and mbarriers of a program."""
 
     q: Any  # [128, width], of dq in the end
@@ -55,7 +55,7 @@ class Memory(NamedTuple):
     dq_written: Any  # consumers -> the first of them
 
     @classmethod
-    def allocate(cls, p: Problem, t: GradientTiles) -> "Memory":
+    def allocate(cls, p: Problem, t: GradientTiles) -> "DqMemory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         return cls(
@@ -97,7 +97,7 @@ class TensorMemory(NamedTuple):
 def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> jax.Array:
     """dQ [B, T, N, H]."""
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
+    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta)
     q, _ = x.queries.arrays
     (dq,) = launch(
         functools.partial(_kernel, problem=p, tiles=t),
@@ -105,13 +105,15 @@ def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> jax.Array:
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
         warpgroups=CONSUMERS + 1,
-        scratch=(Memory.allocate(p, t), TensorMemory.allocate(p, t)),
+        scratch=(DqMemory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_dq",
     )
     return dq[:, : p.queries, :, : p.head_size]
 
 
-def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: GradientTiles):
+def _kernel(
+    program, x: GradientInputs, dq_gmem, scratch, *, problem: Problem, tiles: GradientTiles
+):
     (m, tensor), p, t = scratch, problem, tiles
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
     blocks = block_info.visited(x, work, p, t)
@@ -124,7 +126,7 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Gr
         tile.load_keys(t, work, x.keys, blocks, k, v)
 
     def compute(number):
-        consumer = Consumer.setup(p, t, x, m, tensor, work, number)
+        consumer = DqConsumer.setup(p, t, x, m, tensor, work, number)
 
         def step(n, _, masked):
             consumer.add(blocks.index(n), masked)
@@ -138,7 +140,7 @@ def _kernel(program, x: Inputs, dq_gmem, scratch, *, problem: Problem, tiles: Gr
 class Products(NamedTuple):
     """The warp that begins the products, for the blocks of keys in the rings."""
 
-    memory: Memory
+    memory: DqMemory
     tensor: TensorMemory
     k: tile.Ring
     v: tile.Ring
@@ -181,12 +183,12 @@ class Products(NamedTuple):
         self.v.release(n)
 
 
-class Consumer(NamedTuple):
+class DqConsumer(NamedTuple):
     """A warpgroup that computes dS of all queries and half of the keys of each block."""
 
     problem: Problem
     tiles: GradientTiles
-    memory: Memory
+    memory: DqMemory
     tensor: TensorMemory
     work: scheduler.WorkTile
     number: int  # of the two consumers
@@ -197,8 +199,8 @@ class Consumer(NamedTuple):
 
     @classmethod
     def setup(
-        cls, p: Problem, t: GradientTiles, x: Inputs, m, tensor, work, number: int
-    ) -> "Consumer":
+        cls, p: Problem, t: GradientTiles, x: GradientInputs, m, tensor, work, number: int
+    ) -> "DqConsumer":
         queries = pl.ds(work.tile * ROWS, ROWS)
         lse, delta = (
             load(ref.at[work.batch, work.head, queries], tile.LAYOUTS.row)

@@ -40,7 +40,7 @@ TILES = (
 )
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The kernel's arrays, of sizes that TMA can take, and what the mask comes to."""
 
     q: jax.Array  # [B, T, N, H]
@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
     logits: logits.Arrays
 
 
-class Memory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """The shared memory and mbarriers of a program."""
 
     q: Any  # [row_tiles, 128, the larger width], of the output in the end
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
     o_full: Any  # products, and the softmax as to l -> correction, in the end
 
     @classmethod
-    def allocate(cls, p: Problem, t: ForwardTiles) -> "Memory":
+    def allocate(cls, p: Problem, t: ForwardTiles) -> "ForwardMemory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         barriers, ordered = tile.barriers, tile.ordered_barriers
         n = t.row_tiles
@@ -125,7 +125,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         return mma.forward(problem, tiles.by_mma, x)
     p, t = problem, tiles.forward
     _, key_lengths = x.resolved_mask.lengths
-    inputs = Inputs(
+    inputs = ForwardInputs(
         tma.pad(x.query, t.swizzle),
         tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
         block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
@@ -141,13 +141,13 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[o_type, *jax.tree.leaves(statistics.types(p, t.block_q))],
         warpgroups=t.row_tiles + 2,
-        scratch=(Memory.allocate(p, t), TensorMemory.allocate(p, t)),
+        scratch=(ForwardMemory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_forward",
     )
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
 
 
-def _kernel(number, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: ForwardTiles):
+def _kernel(number, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: ForwardTiles):
     *stats_gmem, (memory, tensor) = outputs
     p, t = problem, tiles
     work = scheduler.query_tile(number, p, t.block_q, t.row_bytes(p.dtype))

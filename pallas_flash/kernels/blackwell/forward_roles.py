@@ -24,10 +24,10 @@ class Program(NamedTuple):
 
     problem: Problem
     tiles: ForwardTiles
-    x: Any  # forward.Inputs
+    x: Any  # forward.ForwardInputs
     o_gmem: Any
     stats_gmem: list
-    memory: Any  # forward.Memory
+    memory: Any  # forward.ForwardMemory
     tensor: Any  # forward.TensorMemory
     work: scheduler.WorkTile
     blocks: schedule.Blocks  # of keys, at least one

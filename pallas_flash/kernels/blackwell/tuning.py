@@ -26,8 +26,11 @@ def tiles(problem: Problem) -> AllTiles:
 @functools.lru_cache(256)  # an eager call chooses each time
 def _tiles(p: Problem, capability: float | None) -> tuple[ForwardTiles | GradientTiles | None, ...]:
     """The rows of the forward, of dQ, and of dK and dV."""
-    tables = forward, backward_dq, backward_dkv
-    row, *others = (_row(table.TILES, p, table.Memory) for table in tables)
+    row = _row(forward.TILES, p, forward.ForwardMemory)
+    others = (
+        _row(backward_dq.TILES, p, backward_dq.DqMemory),
+        _row(backward_dkv.TILES, p, backward_dkv.DkvMemory),
+    )
     return row and row._replace(exp2_columns=_exp2_columns(row, p, capability)), *others
 
 

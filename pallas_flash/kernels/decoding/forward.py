@@ -28,8 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.decoding import listed_keys, sliced_k
-from pallas_flash.kernels.decoding.gather import KeyBlocks
-from pallas_flash.kernels.decoding.listed_keys import ListTable
+from pallas_flash.kernels.decoding.gather import KeySource
+from pallas_flash.kernels.decoding.listed_keys import ListedKeys
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import flat, pad
 from pallas_flash.kernels.mma.tile_sizes import (
@@ -87,14 +87,14 @@ def candidates(p: Problem, gpu: Gpu, page: int | None, stored: str | None) -> It
         )
 
 
-class Inputs(NamedTuple):
+class DecodeInputs(NamedTuple):
     q: jax.Array  # [B, tiles of block_q rows, K width]
     # keys [B, S, K width], or pages as matrices; and values, unless these are keys' columns
     kv: tuple
     # the keys that tokens see, int32 [B, 4], schedule.Blocks of one key; None: the kernel computes
     # them
     keys: jax.Array | None
-    table: PageTable | ListTable | None
+    table: PageTable | ListedKeys | None
     # float32 [B, K, S], factors of the 8-bit numbers of keys, and of values, in shared memory
     scales: tuple
     # float32 [B | 1, K, rows], less what the logits omit; None: none, or the merge adds them
@@ -103,7 +103,7 @@ class Inputs(NamedTuple):
     score_mod: mods.Arrays | None
 
 
-class Memory(NamedTuple):
+class DecodeMemory(NamedTuple):
     """The shared memory of a program, and with TMA its mbarriers."""
 
     q: Any  # [block_q, width]; None where queries are copied straight to registers
@@ -116,7 +116,7 @@ class Memory(NamedTuple):
     kv_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: DecodeTiles) -> "Memory":
+    def allocate(cls, p: Problem, t: DecodeTiles) -> "DecodeMemory":
         widths, dtypes = (t.width, t.value_width), (p.dtype, weights(jnp.dtype(p.dtype)))
         count = 1 if p.values_are_keys else 2
         matrix = functools.partial(shared_matrix, swizzle=t.swizzle)
@@ -177,7 +177,7 @@ def _forward(problem: Problem, tiles: DecodeTiles, x: Operands, table, scales):
             *[jax.ShapeDtypeStruct(splits, jnp.float32)] * 2,
         ],
         warpgroups=t.warpgroups,
-        scratch=Memory.allocate(p, t),
+        scratch=DecodeMemory.allocate(p, t),
         name="flash_attention_decode",
         semantics=LANE,
     )
@@ -188,7 +188,7 @@ def _forward(problem: Problem, tiles: DecodeTiles, x: Operands, table, scales):
 
 def _mask(p: Problem, mask: ResolvedMask, t: DecodeTiles):
     """The mask, with its data by query repeated for whole tiles and its data by key padded to whole
-    blocks; and Inputs.keys."""
+    blocks; and DecodeInputs.keys."""
     if mask.start is None:
         return mask, None
     rows = round_up(p.queries * p.group, t.block_q)
@@ -200,7 +200,7 @@ def _mask(p: Problem, mask: ResolvedMask, t: DecodeTiles):
     return mask.narrow(ResolvedMask.BY_KEY, whole_blocks), jnp.stack(keys.ends, 1)
 
 
-def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inputs:
+def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> DecodeInputs:
     count = 1 if p.values_are_keys else 2
     kv = [x.key, x.value][:count]
     if t.stored:
@@ -212,7 +212,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Inp
     in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
     scales = tuple(map(in_order, scales[:count] if t.stored else ()))
     score_mod = mods.arrays(p, x.score, Tiling(t.block_q, t.block_k, t.block_k))
-    return Inputs(q, kv, keys, table, scales, None, x.resolved_mask, score_mod)
+    return DecodeInputs(q, kv, keys, table, scales, None, x.resolved_mask, score_mod)
 
 
 def _sinks(p: Problem, x: Operands, tiles: int) -> jax.Array | None:
@@ -225,9 +225,9 @@ def _sinks(p: Problem, x: Operands, tiles: int) -> jax.Array | None:
     return jnp.pad(rows, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
-def _in_order(scales, table: PageTable | ListTable, block_k: int):
+def _in_order(scales, table: PageTable | ListedKeys, block_k: int):
     """Gathers the scales [B, K, S] of whole blocks of keys."""
-    if isinstance(table, ListTable):
+    if isinstance(table, ListedKeys):
         x = table.in_order(scales)
     else:
         x = jnp.swapaxes(table.layout.join(scales[table.numbers]), 1, 2)
@@ -235,7 +235,7 @@ def _in_order(scales, table: PageTable | ListTable, block_k: int):
 
 
 def _kernel(
-    program, x: Inputs, o_gmem, *outputs, problem: Problem, tokens: int, tiles: DecodeTiles
+    program, x: DecodeInputs, o_gmem, *outputs, problem: Problem, tokens: int, tiles: DecodeTiles
 ):
     (*stats_gmem, memory), p, t = outputs, problem, tiles
     part, count = ColumnSlice.here(t), schedule.ceil_div(p.queries, t.block_q)
@@ -253,7 +253,7 @@ def _kernel(
         keys = schedule.Blocks.from_table(x.keys, b)
     blocks = keys.of_size(t.block_k).split(split, t.num_splits)
     kv = tile.CopyRing(slots, memory.kv_full, t.copies, warpgroups=t.warpgroups)
-    source = KeyBlocks(x.kv, x.table, t, b, h)
+    source = KeySource(x.kv, x.table, t, b, h)
 
     def load(n, rows):
         begin = lambda: source.copy(n, rows, kv.at(n), kv.full_at(n))

@@ -11,7 +11,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.decoding.listed_keys import ListTable
+from pallas_flash.kernels.decoding.listed_keys import ListedKeys
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.tile_sizes import WARPS, DecodeTiles
 from pallas_flash.kernels.mosaic.elements import SWIZZLES, TILE_ROWS, columns, row_bytes
@@ -180,11 +180,11 @@ def copy_rows(source, numbers, slot, swizzle: int):
     copy_rows(source, numbers, slot)
 
 
-class KeyBlocks(NamedTuple):
+class KeySource(NamedTuple):
     """The blocks of a batch row and head, in global memory."""
 
     matrices: tuple  # keys and values, or keys alone
-    table: PageTable | ListTable | None
+    table: PageTable | ListedKeys | None
     tiles: DecodeTiles
     batch: IntLike
     head: IntLike

@@ -24,7 +24,7 @@ from pallas_flash.tiled.online_softmax import SoftmaxState
 
 
 @pytrees.dataclass(static=("layout",))
-class ListTable:
+class ListedKeys:
     """The lists of the batch rows of decoding, [B, lists, heads] in this order."""
 
     entries: jax.Array  # int32 [B | 1, L, lists, n], ascending, each the number of a block
@@ -92,12 +92,12 @@ def decoding_problem(p: Problem) -> Problem:
 
 
 def as_decoding(p: Problem, x: Operands, pages: PageTable | None, scales) -> tuple:
-    """The problem, the operands, the ListTable and the scales of decoding. With `pages` keys and
+    """The problem, the operands, the ListedKeys and the scales of decoding. With `pages` keys and
     values are pages, which have `scales` where they are in 8 bits."""
     lists, heads = x.resolved_mask.lists, heads_of_lists(p)
     entries = _ascending(lists)
     mask = _of_positions(p, x.resolved_mask, entries)
-    table = ListTable(entries, lists.block, heads, p.kv_heads)
+    table = ListedKeys(entries, lists.block, heads, p.kv_heads)
     kv = x.key, x.value
     if pages is not None:
         table = _in_pages(table, pages)
@@ -158,7 +158,7 @@ def _of_positions(p: Problem, mask: ResolvedMask, entries) -> ResolvedMask:
     return of_list.with_lengths("key_stop", stop[:, 0])
 
 
-def _in_pages(table: ListTable, pages: PageTable) -> ListTable:
+def _in_pages(table: ListedKeys, pages: PageTable) -> ListedKeys:
     """The table with the numbers of blocks in the pool of pages in place of numbers in a row's
     keys."""
     entries, block = table.entries, table.block

@@ -47,7 +47,7 @@ def _as_decoding(problem: Problem, page: int) -> tuple[Problem, int | None]:
 @functools.lru_cache(256)
 def _decode_tiles(p: Problem, gpu: Gpu, page: int | None, stored: str | None) -> DecodeTiles | None:
     candidates = lambda: forward.candidates(p, gpu, page, stored)
-    size = lambda t: shared_bytes(forward.Memory.allocate(p, t))
+    size = lambda t: shared_bytes(forward.DecodeMemory.allocate(p, t))
     fit = lambda programs: lambda t: fits(size(t), gpu, programs)
     # of two programs on a multiprocessor one may multiply while the other widens 8 bits
     widening = itertools.takewhile(lambda t: t.sliced_k and t.stored, candidates())
@@ -58,4 +58,4 @@ def decoding_bytes(problem: Problem, page: int = PAGE, stored: str | None = None
     """Bytes of shared memory that decoding needs at least, where it has no tiles."""
     problem, page = _as_decoding(problem, page)
     candidates = forward.candidates(problem, Gpu.here(), page, stored)
-    return min(shared_bytes(forward.Memory.allocate(problem, t)) for t in candidates)
+    return min(shared_bytes(forward.DecodeMemory.allocate(problem, t)) for t in candidates)

@@ -26,7 +26,7 @@ from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import QueryBlock
 from pallas_flash.kernels.mosaic.registers import opaque
-from pallas_flash.kernels.mosaic.statistics import Inputs
+from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
@@ -56,7 +56,7 @@ FUSED_TILES = (
 )
 
 
-class Memory(NamedTuple):
+class DkvMemory(NamedTuple):
     """The shared memory of a program that owns keys."""
 
     k: Any  # [block_k, width], of dk in the end
@@ -77,7 +77,7 @@ class Memory(NamedTuple):
     delta_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: KeyTiles) -> "Memory":
+    def allocate(cls, p: Problem, t: KeyTiles) -> "DkvMemory":
         rows = plgpu.SMEM((t.stages, t.block_q), jnp.float32)
         matrix = functools.partial(shared_matrix, swizzle=t.swizzle)
         block, scores = functools.partial(matrix, p.dtype), (t.block_k, t.block_q)
@@ -166,7 +166,7 @@ class DqStore(NamedTuple):
 def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.Array]:
     """dk and dv, or one of them, and dq, as the tiles say, by name."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta)
+    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta)
     (q, _), (k, v) = x.queries.arrays, x.keys.arrays
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
     outputs = {name: outputs[name] for name in t.sums}
@@ -182,7 +182,7 @@ def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.A
         programs=scheduler.key_programs(p, t.block_k, t.group_parts),
         out_type=[*outputs.values()],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(p, t),
+        scratch=DkvMemory.allocate(p, t),
         name=f"flash_attention_{'_'.join(outputs)}",
     )
     gradients = dict(zip(outputs, results, strict=True))
@@ -194,7 +194,9 @@ def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.A
     return {name: a.astype(q.dtype) for name, a in gradients.items()}
 
 
-def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem, tiles: KeyTiles):
+def _kernel(
+    program, x: GradientInputs, *refs, names: tuple[str, ...], problem: Problem, tiles: KeyTiles
+):
     """Sums the gradients that are named: dk, dv, dq."""
     *outputs, memory = refs
     outputs = dict(zip(names, outputs, strict=True))
@@ -289,7 +291,7 @@ def _kernel(program, x: Inputs, *refs, names: tuple[str, ...], problem: Problem,
     tile.specialize(tiles, consume, produce)
 
 
-def _load_keys(x: Inputs, work: scheduler.WorkTile, memory: Memory, tiles: KeyTiles):
+def _load_keys(x: GradientInputs, work: scheduler.WorkTile, memory: DkvMemory, tiles: KeyTiles):
     def copy(first, k_gmem, v_gmem):
         rows = lambda x, width: tma.head_rows(
             x, work.batch, pl.ds(first, tiles.block_k), work.kv_head, width

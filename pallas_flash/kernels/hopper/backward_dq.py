@@ -17,7 +17,7 @@ from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
-from pallas_flash.kernels.mosaic.statistics import Inputs
+from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import DeltaTerms
@@ -42,7 +42,7 @@ _TILES = (
 TILES = (*(row._replace(sums_delta=True) for row in _TILES if not row.split), *_TILES)
 
 
-class Memory(NamedTuple):
+class DqMemory(NamedTuple):
     """The shared memory of a program that owns queries."""
 
     q: Any  # [row_tiles, 64, width], of dq in the end
@@ -57,7 +57,7 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+    def allocate(cls, p: Problem, t: Tiles) -> "DqMemory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         count, do = t.row_tiles, block(t.row_tiles, ROWS, t.value_width)
@@ -79,7 +79,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
     t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = Inputs.by_tma(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
+    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
     q, _ = x.queries.arrays
     outputs = [q]
     if t.sums_delta:
@@ -91,13 +91,13 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(p, t),
+        scratch=DqMemory.allocate(p, t),
         name="flash_attention_dq",
     )
     return dq[:, : p.queries, :, : p.head_size], *(summed or [delta])
 
 
-def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: Tiles):
     *outputs, memory = refs
     key_bytes = tiles.key_bytes(problem.dtype)
     work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes)
@@ -106,7 +106,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
 
     def consume(wg):
-        consumer = Consumer(problem, tiles, x, memory, k, v, work, wg)
+        consumer = DqConsumer(problem, tiles, x, memory, k, v, work, wg)
         consumer.finish(consumer.setup().compute(), *outputs)
 
     def produce():
@@ -117,7 +117,7 @@ def _kernel(program, x: Inputs, *refs, problem: Problem, tiles: Tiles):
     tile.specialize(tiles, consume, produce)
 
 
-class Consumer(tile.QueryConsumer):
+class DqConsumer(tile.QueryConsumer):
     """A consumer that owns 64 queries, and a slice of the columns of their dQ."""
 
     @property
@@ -207,7 +207,7 @@ class Consumer(tile.QueryConsumer):
 class QueryTile(NamedTuple):
     """A consumer's queries: the step over blocks of keys, which come by position."""
 
-    consumer: Consumer
+    consumer: DqConsumer
     blocks: schedule.Blocks
     first_row: IntLike
     lse: Any  # [64]

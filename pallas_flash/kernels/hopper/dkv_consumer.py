@@ -38,7 +38,7 @@ class DkvConsumer(NamedTuple):
 
     problem: Problem
     tiles: KeyTiles
-    memory: Any  # backward_dkv.Memory
+    memory: Any  # backward_dkv.DkvMemory
     q: sync.TmaRing  # of Q
     do: sync.TmaRing  # of Do
     wg: IntLike

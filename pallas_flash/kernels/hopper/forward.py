@@ -16,7 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.forward_consumer import Consumer, Handed, Program, attend_second
+from pallas_flash.kernels.hopper.forward_consumer import (
+    ForwardConsumer,
+    Handed,
+    Program,
+    attend_second,
+)
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
 from pallas_flash.kernels.mosaic import (
     block_info,
@@ -58,7 +63,7 @@ TILES = (
 )
 
 
-class Inputs(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles
     and blocks."""
 
@@ -91,7 +96,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
         programs=scheduler.query_programs(p, t.block_q, t.tiles_per_program),
         out_type=[o_type, *jax.tree.leaves(statistics.types(p, t.block_q))],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(p, t),
+        scratch=ForwardMemory.allocate(p, t),
         name="flash_attention_forward",
     )
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
@@ -112,11 +117,11 @@ def check(t: Tiles, dtype: str):
         )
 
 
-def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
+def _inputs(p: Problem, t: Tiles, x: Operands) -> ForwardInputs:
     blocks_of = lambda rows: block_info.by_query_tile(p, x.resolved_mask, x.mask, rows, t.block_k)
     blocks = blocks_of(t.block_q)
     _, key_lengths = x.resolved_mask.lengths
-    return Inputs(
+    return ForwardInputs(
         tma.pad(x.query, t.swizzle),
         tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
         blocks,
@@ -126,7 +131,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> Inputs:
     )
 
 
-class Memory(NamedTuple):
+class ForwardMemory(NamedTuple):
     """The shared memory of a program."""
 
     q: Any  # [q_stages x row_tiles, 64, the larger width], of the output in the end
@@ -139,7 +144,7 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Memory":
+    def allocate(cls, p: Problem, t: Tiles) -> "ForwardMemory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         tiles_of_q = t.q_stages * t.row_tiles
@@ -157,7 +162,7 @@ class Memory(NamedTuple):
         )
 
 
-def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
     *stats_gmem, memory = outputs
     owned = Program(problem, tiles, x, program)
     ids = sync.BarrierIds.of(tiles)
@@ -167,7 +172,7 @@ def _kernel(program, x: Inputs, o_gmem, *outputs, problem: Problem, tiles: Tiles
 
     def consume(wg):
         turns = sync.PingPong(ids.consumers, ids.single, tiles.row_tiles, wg)
-        consumer = Consumer(owned, memory, o_gmem, stats_gmem, k, v, turns, wg)
+        consumer = ForwardConsumer(owned, memory, o_gmem, stats_gmem, k, v, turns, wg)
         if not tiles.split:
             return consumer.run()
         first = consumer._replace(wg=0, handoff=sync.Handoff(memory.handed, *ids.handoff))

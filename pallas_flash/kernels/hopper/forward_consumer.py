@@ -25,7 +25,7 @@ class Program(NamedTuple):
 
     problem: Problem
     tiles: Tiles
-    x: Any  # forward.Inputs
+    x: Any  # forward.ForwardInputs
     number: IntLike
 
     def work_tile(self, n: IntLike) -> scheduler.WorkTile:
@@ -76,11 +76,11 @@ class Handed(NamedTuple):
         return cls(probabilities, plgpu.SMEM((ROWS,), jnp.float32))
 
 
-class Consumer(NamedTuple):
+class ForwardConsumer(NamedTuple):
     """A warpgroup that computes: 64 queries of each of its program's tiles, or half of their o."""
 
     program: Program
-    memory: Any  # forward.Memory
+    memory: Any  # forward.ForwardMemory
     o_gmem: Any
     stats_gmem: list
     k: sync.TmaRing
@@ -88,7 +88,7 @@ class Consumer(NamedTuple):
     turns: sync.PingPong
     wg: IntLike  # which 64 queries
     column_slice: int = 0
-    handoff: sync.Handoff | None = None  # of `Memory.handed`
+    handoff: sync.Handoff | None = None  # of `ForwardMemory.handed`
 
     @property
     def tiles(self) -> Tiles:
@@ -183,7 +183,7 @@ class Consumer(NamedTuple):
 class QueryTile(NamedTuple):
     """A consumer's queries of one tile: the step over blocks of keys, which come by position."""
 
-    consumer: Consumer
+    consumer: ForwardConsumer
     work: scheduler.WorkTile
     smem: Any  # [64, the larger width], of q and in the end of the output
     blocks: schedule.Blocks  # that the consumer needs
@@ -298,7 +298,7 @@ class QueryTile(NamedTuple):
             self.consumer.turns.sync_self()
 
 
-def attend_second(consumer: Consumer):
+def attend_second(consumer: ForwardConsumer):
     """The second of two consumers that own the same queries, where o of more than 256 columns would
     not fit into the registers of one: the first computes S and P once, and each O += P V for half
     of the columns. This one leaves the output in the shared memory of q."""

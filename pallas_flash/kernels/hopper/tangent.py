@@ -42,7 +42,7 @@ class WithTangent(NamedTuple):
     dx: Any = None
 
 
-class Inputs(NamedTuple):
+class TangentInputs(NamedTuple):
     """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles
     and blocks."""
 
@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
     logits: logits.Arrays
 
 
-class Memory(NamedTuple):
+class TangentMemory(NamedTuple):
     """The shared memory of a program."""
 
     q: Any  # [warpgroups, 64, the larger width]; of o, and of its tangent, in the end
@@ -69,7 +69,7 @@ class Memory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles, tangents=(True, True, True)) -> "Memory":
+    def allocate(cls, p: Problem, t: Tiles, tangents=(True, True, True)) -> "TangentMemory":
         """tangents: whether q, k and v have one."""
         block = functools.partial(shared_matrix, p.dtype)
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
@@ -101,17 +101,19 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
         programs=scheduler.query_programs(p, t.block_q),
         out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (inputs.o, inputs.rows.lse)],
         warpgroups=t.warpgroups + 1,
-        scratch=Memory.allocate(p, t, tangents),
+        scratch=TangentMemory.allocate(p, t, tangents),
         name="flash_attention_tangent",
     )
     return do[:, : p.queries, :, : p.value_size], dlse[:, :, : p.queries]
 
 
-def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse) -> Inputs:
+def _inputs(
+    p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+) -> TangentInputs:
     _, key_lengths = x.resolved_mask.lengths
     q, k, v = map(WithTangent, x[:3], dx[:3])
     pad = lambda a: tma.pad(a, t.swizzle)
-    return Inputs(
+    return TangentInputs(
         jax.tree.map(pad, q),
         tma.padded_rows([k, v], t.block_k, key_lengths, t.swizzle),
         pad(o),
@@ -123,7 +125,14 @@ def _inputs(p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, d
 
 
 def _kernel(
-    program, x: Inputs, do_gmem, dlse_gmem, memory: Memory, *, problem: Problem, tiles: Tiles
+    program,
+    x: TangentInputs,
+    do_gmem,
+    dlse_gmem,
+    memory: TangentMemory,
+    *,
+    problem: Problem,
+    tiles: Tiles,
 ):
     t = tiles
     work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))
@@ -135,7 +144,7 @@ def _kernel(
     v = ring(memory.v, memory.v_full, ids.second_ring)
 
     def consume(wg):
-        consumer = Consumer(problem, t, x, memory, k, v, work, wg)
+        consumer = TangentConsumer(problem, t, x, memory, k, v, work, wg)
         rows = consumer.setup()
         consumer.finish(rows, *rows.compute(), do_gmem, dlse_gmem)
 
@@ -156,7 +165,7 @@ class Weights(NamedTuple):
     dlse: Any
 
 
-class Consumer(tile.QueryConsumer):
+class TangentConsumer(tile.QueryConsumer):
     """A consumer that owns 64 queries, and sums the tangents of their o and lse."""
 
     @property
@@ -204,7 +213,7 @@ class Consumer(tile.QueryConsumer):
 class QueryTile(NamedTuple):
     """A consumer's queries: the step over blocks of keys, which come by position."""
 
-    consumer: Consumer
+    consumer: TangentConsumer
     blocks: schedule.Blocks
     of_rows: TangentRows  # [64]
     head: logits.Logits

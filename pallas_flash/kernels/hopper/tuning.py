@@ -41,7 +41,7 @@ def _tiles(p: Problem, fused: bool, processors: int) -> AllTiles:
     one = _fused_row(p, processors) if fused else None
     backward = (None,) * 4 if one else (_dq_row(p), *_key_rows(p))
     return AllTiles(
-        _forward_row(p, processors), *backward, one, _row(tangent.TILES, p, tangent.Memory)
+        _forward_row(p, processors), *backward, one, _row(tangent.TILES, p, tangent.TangentMemory)
     )
 
 
@@ -79,14 +79,14 @@ def _without_spills(table, p: Problem) -> list:
 
 def _forward_row(p: Problem, processors: int) -> Tiles | None:
     rows = _without_spills(forward.TILES, p)
-    row = _row(rows, p, forward.Memory, lambda row: (1, row.column_slices))
+    row = _row(rows, p, forward.ForwardMemory, lambda row: (1, row.column_slices))
     return row and _with_tiles_per_program(row, p, processors)
 
 
 def _dq_row(p: Problem) -> Tiles | None:
     others = p.sinks or p.bias is not None or p.score is not None  # whose gradients read delta
     rows = [row for row in backward_dq.TILES if not (row.sums_delta and others)]
-    return _row(rows, p, backward_dq.Memory, lambda row: (row.column_slices, 1))
+    return _row(rows, p, backward_dq.DqMemory, lambda row: (row.column_slices, 1))
 
 
 def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
@@ -94,7 +94,7 @@ def _key_rows(p: Problem) -> tuple[KeyTiles | None, ...]:
     rows = _without_spills(backward_dkv.TILES, p)
     if p.soft_cap is not None or p.log_base is LogBase.E:
         rows = [row for row in rows if not row.s_before_dp]
-    choose = functools.partial(_row, p=p, memory=backward_dkv.Memory)
+    choose = functools.partial(_row, p=p, memory=backward_dkv.DkvMemory)
     both = choose([row for row in rows if _registers_hold(_narrow(row, p, 1, 1), p)])
     if both is not None:
         return both, None, None
@@ -109,7 +109,7 @@ def _registers_hold(t: KeyTiles, p: Problem) -> bool:
 
 def _fused_row(p: Problem, processors: int) -> KeyTiles | None:
     slices = lambda row: (row.dq_column_slices, 1)
-    row = _row(backward_dkv.FUSED_TILES, p, backward_dkv.Memory, slices)
+    row = _row(backward_dkv.FUSED_TILES, p, backward_dkv.DkvMemory, slices)
     return row and _with_parts(row, p, processors)
 
 

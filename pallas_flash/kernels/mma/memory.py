@@ -21,7 +21,7 @@ from pallas_flash.kernels.mosaic.tma import RaggedRows, copy_tails
 from pallas_flash.problem.arguments import Problem
 
 
-class Memory(NamedTuple):
+class TileMemory(NamedTuple):
     """The matrices, and with TMA their mbarriers."""
 
     owned: tuple  # each [rows, width]
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     ring_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles, owned=None, ring=None) -> "Memory":
+    def allocate(cls, p: Problem, t: Tiles, owned=None, ring=None) -> "TileMemory":
         """Two matrices of the owned tile and two of each block, q and do, or k and v; or others, of
         these widths."""
         matrix = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)

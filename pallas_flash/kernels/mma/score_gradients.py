@@ -18,13 +18,13 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.memory import Memory, PaddedRows, cheapest_that_fits
+from pallas_flash.kernels.mma.memory import PaddedRows, TileMemory, cheapest_that_fits
 from pallas_flash.kernels.mma.tile_sizes import Gpu, ScoreTiles, Tiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
 from pallas_flash.kernels.mosaic.scheduler import WorkTile, divmod_
-from pallas_flash.kernels.mosaic.statistics import Inputs
+from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.mods import captured
 from pallas_flash.mods.captured import PAIR
 from pallas_flash.problem.arguments import Operands, Problem
@@ -60,7 +60,7 @@ class ScoreInputs(NamedTuple):
 def score_tiles(problem: Problem) -> ScoreTiles | None:
     """The tiles for a problem; None where shared memory does not hold them."""
     by_query, by_key = (
-        cheapest_that_fits(table, problem, Gpu.here(), Memory.allocate, beside=beside)
+        cheapest_that_fits(table, problem, Gpu.here(), TileMemory.allocate, beside=beside)
         for table, beside in (
             (QUERY_TILES, REDUCTION),
             (KEY_TILES, 0),
@@ -168,8 +168,8 @@ class TileLoop(NamedTuple):
     problem: Problem
     tiles: Tiles
     read: int | None
-    x: Inputs
-    memory: Memory
+    x: GradientInputs
+    memory: TileMemory
 
     def over(self, work: WorkTile, blocks: schedule.Blocks, add: Callable, sums):
         """Computes sums = add(sums, tile, score_mod of the head, d) for each block of keys that a
@@ -242,11 +242,11 @@ def _launch(kernel, inputs: ScoreInputs, t: Tiles, blocks, programs: int, out) -
         lambda program, x, out, memory: kernel(
             program, TileLoop(p, t, inputs.read, x, memory), out
         ),
-        Inputs.make(PaddedRows.make, p, t, blocks, x, *inputs.rows),
+        GradientInputs.make(PaddedRows.make, p, t, blocks, x, *inputs.rows),
         programs=programs,
         out_type=[out],
         warpgroups=1,
-        scratch=Memory.allocate(p, t),
+        scratch=TileMemory.allocate(p, t),
         name="flash_attention_dbias" if inputs.read is None else "flash_attention_dcaptured",
         semantics=LANE,
         reduction_scratch=0 if t.owns_keys else REDUCTION,

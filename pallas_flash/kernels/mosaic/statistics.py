@@ -50,7 +50,7 @@ def sinks(p: Problem, x: Operands) -> jax.Array | None:
     return None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p))
 
 
-class Inputs(NamedTuple):
+class GradientInputs(NamedTuple):
     """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
 
     queries: tma.RaggedRows  # q, do
@@ -63,7 +63,9 @@ class Inputs(NamedTuple):
     logits: logits.Arrays
 
     @classmethod
-    def make(cls, rows: Callable, p: Problem, t, blocks, x: Operands, lse, do, delta) -> "Inputs":
+    def make(
+        cls, rows: Callable, p: Problem, t, blocks, x: Operands, lse, do, delta
+    ) -> "GradientInputs":
         """rows(arrays, widths, block size, lengths or None): a family's RaggedRows."""
         pad = lambda x, value: jnp.pad(
             x, ((0, 0), (0, 0), (0, -x.shape[2] % t.block_q)), constant_values=value
@@ -79,7 +81,7 @@ class Inputs(NamedTuple):
         )
 
     @classmethod
-    def by_tma(cls, p: Problem, t, *args) -> "Inputs":
+    def by_tma(cls, p: Problem, t, *args) -> "GradientInputs":
         """The same, of arrays that TMA can read."""
         rows = lambda arrays, widths, *of: tma.padded_rows(arrays, *of, t.swizzle)
         return cls.make(rows, p, t, *args)
