@@ -96,7 +96,7 @@ def test_the_table_of_lists_calls_no_block_full_or_empty_that_is_not(name):
 
 def test_a_list_names_the_partial_blocks_then_the_full_ones():
     partial, visited, *numbers = np.asarray(
-        schedule.block_lists(np.array([[2, 0, 1, 2, 1]], np.int8))
+        schedule.visited_blocks(np.array([[2, 0, 1, 2, 1]], np.int8))
     )[0]
     assert (partial, visited, numbers) == (2, 4, [2, 4, 0, 3])
 

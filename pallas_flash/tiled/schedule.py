@@ -36,10 +36,10 @@ class Blocks(NamedTuple):
         return cls(*(table[(*row, i)] for i in range(4)))
 
     @classmethod
-    def from_list(cls, lists, *row: IntLike) -> "Blocks":
-        """The Blocks in a row of `block_lists`."""
-        masked, last = (lists[(*row, i)] for i in range(2))
-        return cls(0, masked, last, last, lambda t: lists[(*row, 2 + t)])
+    def from_row(cls, visited, *row: IntLike) -> "Blocks":
+        """The Blocks in a row of `visited_blocks`."""
+        masked, last = (visited[(*row, i)] for i in range(2))
+        return cls(0, masked, last, last, lambda t: visited[(*row, 2 + t)])
 
     def of_size(self, size: int) -> "Blocks":
         """These blocks of one key, as blocks of `size` keys."""
@@ -287,18 +287,18 @@ def _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask=No
     return jnp.minimum(of_mod, within(first, last) + within(full_first, full_last))
 
 
-def block_lists(block_types, least: int = 0) -> jax.Array:
+def visited_blocks(block_types, least: int = 0) -> jax.Array:
     """The lists of blocks that tiles visit, int32 [.., tiles, 2 + blocks], from block types
     [.., tiles, blocks]. A list says how many blocks are masked and how many are visited, then their
     numbers: partial blocks, then full ones. If these are fewer than `least`, empty ones follow,
     which are masked."""
     if not isinstance(block_types, np.ndarray):
-        return _block_lists(block_types, least)
-    known = _eval_at_trace_time(_block_lists, block_types, least)
+        return _visited_blocks(block_types, least)
+    known = _eval_at_trace_time(_visited_blocks, block_types, least)
     return jnp.asarray(known[..., : 2 + int(known[..., 1].max())])
 
 
-def _block_lists(block_types, least: int) -> jax.Array:
+def _visited_blocks(block_types, least: int) -> jax.Array:
     count = lambda which: jnp.sum(which, -1, dtype=jnp.int32, keepdims=True)
     order = jnp.argsort((block_types + 2) % 3, axis=-1, stable=True).astype(jnp.int32)
     visited = jnp.maximum(count(block_types > types.EMPTY), least)

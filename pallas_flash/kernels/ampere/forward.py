@@ -57,7 +57,7 @@ class ForwardInputs(NamedTuple):
 
     queries: PaddedRows  # q
     keys: PaddedRows  # k, v
-    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
     sinks: jax.Array | None  # [N], less what the logits omit
     logits: logits.Arrays
 

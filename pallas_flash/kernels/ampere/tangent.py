@@ -37,7 +37,7 @@ class TangentInputs(NamedTuple):
     o: jax.Array  # [B, whole tiles of T, N * value_width]
     dbias: jax.Array | None  # of logits.pad_bias
     rows: TangentRows
-    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
     logits: logits.Arrays
 
 

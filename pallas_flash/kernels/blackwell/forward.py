@@ -45,7 +45,7 @@ class ForwardInputs(NamedTuple):
 
     q: jax.Array  # [B, T, N, H]
     keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv]
-    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
     sinks: jax.Array | None  # [N], less what the logits omit
     logits: logits.Arrays
 

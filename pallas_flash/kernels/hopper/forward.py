@@ -69,7 +69,7 @@ class ForwardInputs(NamedTuple):
 
     q: jax.Array  # [B, T, N, H]
     keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv]
-    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
     # the same for the rows of each consumer; None too where they are lists
     consumer_blocks: jax.Array | None
     sinks: jax.Array | None  # [N], less what the logits omit
@@ -125,7 +125,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> ForwardInputs:
         tma.pad(x.query, t.swizzle),
         tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
         blocks,
-        None if isinstance(blocks, block_info.BlockLists) else blocks_of(ROWS),
+        None if isinstance(blocks, block_info.VisitedBlocks) else blocks_of(ROWS),
         statistics.sinks(p, x),
         logits.arrays(p, x, t.tiling),
     )

@@ -45,7 +45,7 @@ class Program(NamedTuple):
         come; it skips the others."""
         blocks = self.blocks(work)
         # an int: all rows see all keys
-        same = isinstance(self.x.blocks, block_info.BlockLists) or isinstance(blocks.last, int)
+        same = isinstance(self.x.blocks, block_info.VisitedBlocks) or isinstance(blocks.last, int)
         if same or self.tiles.row_tiles == 1:
             return self.blocks_in_order(work)
         last_tile = schedule.ceil_div(self.problem.queries, ROWS) - 1

@@ -51,7 +51,7 @@ class TangentInputs(NamedTuple):
     o: jax.Array  # [B, T, N, Hv]
     dbias: jax.Array | None  # of logits.pad_bias
     rows: TangentRows
-    blocks: jax.Array | block_info.BlockLists | None  # of block_info.by_query_tile
+    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
     logits: logits.Arrays
 
 

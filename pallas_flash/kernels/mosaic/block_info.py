@@ -28,18 +28,18 @@ from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
 
-class BlockLists(NamedTuple):
+class VisitedBlocks(NamedTuple):
     """The blocks that each tile visits, of a mask with an array or a mask_mod."""
 
-    lists: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.block_lists
+    visited: Any  # int32 [B or 1, N or 1, tiles, 2 + blocks]: schedule.visited_blocks
     # int32 [B or 1, N, tiles], of tiles of keys: how many blocks the heads before, which share the
     # keys, visit
     before: Any = None
 
     def blocks(self, batch: IntLike, head: IntLike, tile: IntLike) -> schedule.Blocks:
         """The blocks of a tile of a head, from refs."""
-        return schedule.Blocks.from_list(
-            self.lists, *broadcast_index(self.lists, batch, head), tile
+        return schedule.Blocks.from_row(
+            self.visited, *broadcast_index(self.visited, batch, head), tile
         )
 
 
@@ -55,19 +55,19 @@ def intervals(
 
 def by_query_tile(
     p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
-) -> jax.Array | BlockLists | None:
+) -> jax.Array | VisitedBlocks | None:
     """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or
     lists of at least one; None where the kernel computes them."""
     if mask is None and resolved_mask.mask_mod is None:
         return intervals(p, resolved_mask, block_q, block_k)[1]
-    return BlockLists(
-        schedule.block_lists(_block_types(p, resolved_mask, mask, block_q, block_k), least=1)
+    return VisitedBlocks(
+        schedule.visited_blocks(_block_types(p, resolved_mask, mask, block_q, block_k), least=1)
     )
 
 
 def by_key_tile(
     p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
-) -> jax.Array | BlockLists | None:
+) -> jax.Array | VisitedBlocks | None:
     """The blocks of queries that see each tile of keys, perhaps none, as `by_query_tile` has blocks
     of keys."""
     if mask is None and resolved_mask.mask_mod is None:
@@ -75,15 +75,15 @@ def by_key_tile(
         return (
             schedule.query_blocks(resolved_mask, p.queries, block_q, block_k) if has_data else None
         )
-    lists = schedule.block_lists(
+    visited = schedule.visited_blocks(
         _block_types(p, resolved_mask, mask, block_q, block_k).swapaxes(2, 3)
     )
-    B, _, tiles, _ = lists.shape
-    count = jnp.broadcast_to(lists[..., 1], (B, p.heads, tiles)).reshape(
+    B, _, tiles, _ = visited.shape
+    count = jnp.broadcast_to(visited[..., 1], (B, p.heads, tiles)).reshape(
         B, p.kv_heads, p.group, tiles
     )
     before = jnp.cumsum(count, 2, dtype=jnp.int32) - count
-    return BlockLists(lists, before.reshape(B, p.heads, tiles))
+    return VisitedBlocks(visited, before.reshape(B, p.heads, tiles))
 
 
 def block_types(
@@ -115,7 +115,7 @@ def key_blocks(
 ) -> schedule.Blocks:
     """The blocks of keys that a tile of `size` queries visits, by what `by_query_tile` returned; at
     least one: where no row sees a key it is masked."""
-    if isinstance(by_tile, BlockLists):
+    if isinstance(by_tile, VisitedBlocks):
         return by_tile.blocks(work.batch, work.head, tile)
     if by_tile is None:
         rows = tile * size, jnp.minimum((tile + 1) * size, queries) - 1
@@ -136,7 +136,7 @@ def visited(x, work: WorkTile, p: Problem, t) -> schedule.Blocks:
 
 def descend(by_tile, blocks: schedule.Blocks) -> schedule.Blocks:
     """The blocks from the last to the first; a list stays as it is."""
-    return blocks if isinstance(by_tile, BlockLists) else blocks.reverse()
+    return blocks if isinstance(by_tile, VisitedBlocks) else blocks.reverse()
 
 
 def query_blocks(
@@ -145,7 +145,7 @@ def query_blocks(
     """A function of g: the blocks of queries of the g-th head that see the tile's `size` keys, by
     what `by_key_tile` returned, and a function of t: how many blocks come before position t,
     with the blocks of earlier heads. No block is full where the tile hangs over the last key."""
-    if isinstance(by_tile, BlockLists):
+    if isinstance(by_tile, VisitedBlocks):
 
         def listed(g):
             head = work.head + g

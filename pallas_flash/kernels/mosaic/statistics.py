@@ -59,7 +59,7 @@ class GradientInputs(NamedTuple):
     lse: jax.Array
     delta: jax.Array | DeltaTerms  # the same; the terms where the kernel sums delta
     # of block_info.by_query_tile, or by_key_tile
-    blocks: jax.Array | block_info.BlockLists | None
+    blocks: jax.Array | block_info.VisitedBlocks | None
     logits: logits.Arrays
 
     @classmethod

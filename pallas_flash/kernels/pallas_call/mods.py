@@ -29,9 +29,9 @@ def flatten(x: Operands) -> Operands:
     )
 
 
-def with_block_lists(p: Problem, tiles, x: Operands, by_key: bool = False) -> Operands:
+def with_visited_blocks(p: Problem, tiles, x: Operands, by_key: bool = False) -> Operands:
     """The operands for kernels that visit the blocks of a tile of queries, or of keys: the
-    mask_mod has `schedule.block_lists` in place of its block types."""
+    mask_mod has `schedule.visited_blocks` in place of its block types."""
     flat = flatten(x)
     if x.resolved_mask.mask_mod is None:
         return flat
@@ -40,7 +40,7 @@ def with_block_lists(p: Problem, tiles, x: Operands, by_key: bool = False) -> Op
     )
     mask_mod = dataclasses.replace(
         flat.resolved_mask.mask_mod,
-        block_types=schedule.block_lists(types.swapaxes(2, 3) if by_key else types),
+        block_types=schedule.visited_blocks(types.swapaxes(2, 3) if by_key else types),
     )
     return flat._replace(resolved_mask=dataclasses.replace(flat.resolved_mask, mask_mod=mask_mod))
 
@@ -54,30 +54,30 @@ def specs(grid, bound: BoundMod | None) -> BoundMod | None:
         arrays=tuple(map(whole, bound.arrays)), batch=whole(bound.batch), head=whole(bound.head)
     )
     blocks |= (
-        dict(block_types=_lists(grid, bound.block_types)) if hasattr(bound, "block_types") else {}
+        dict(block_types=_visited(grid, bound.block_types)) if hasattr(bound, "block_types") else {}
     )
     return dataclasses.replace(
         bound, offset=bound.offset if isinstance(bound.offset, int) else grid.spec("B"), **blocks
     )
 
 
-def _lists(grid, lists) -> pl.BlockSpec | None:
-    """The BlockSpec of `schedule.block_lists`: those of a program's tile, for its head or heads."""
-    if lists is None:
+def _visited(grid, visited) -> pl.BlockSpec | None:
+    """The BlockSpec of `schedule.visited_blocks`: a tile's row, for the program's head or heads."""
+    if visited is None:
         return None
 
     def index(*program):
         at = grid.index(*program)
         number = lambda letter, n: at[letter] if n > 1 else 0
         return (
-            number("b", lists.shape[0]),
-            number("n", lists.shape[1]),
+            number("b", visited.shape[0]),
+            number("n", visited.shape[1]),
             at["t"] if "t" in at else at["s"],
             0,
         )
 
     return pl.BlockSpec(
-        (None, grid.sizes["n"] if lists.shape[1] > 1 else None, None, lists.shape[3]), index
+        (None, grid.sizes["n"] if visited.shape[1] > 1 else None, None, visited.shape[3]), index
     )
 
 

@@ -121,7 +121,7 @@ class TileMask(NamedTuple):
         """The key blocks that the rows visit."""
         where = self.resolved_mask.mask_mod
         if where is not None and where.block_types is not None:
-            return schedule.Blocks.from_list(where.block_types)
+            return schedule.Blocks.from_row(where.block_types)
         return schedule.key_blocks(self.start, self.stop, self.resolved_mask.contiguous, block_k)
 
     def visible(self, key: Span, dense, masked: bool):

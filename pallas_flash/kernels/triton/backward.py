@@ -38,7 +38,7 @@ def of_scores(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) ->
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     blocks = schedule.query_blocks(x.resolved_mask, p.queries, tiles.block_q, tiles.block_k)
-    x = mods.with_block_lists(p, tiles, x, by_key=True)
+    x = mods.with_visited_blocks(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
     index = lambda j, k, b: dict(b=b, B=b, n=k, k=k, s=j)
     shape = schedule.ceil_div(p.keys, tiles.block_k), p.kv_heads, p.batch
@@ -69,13 +69,13 @@ def _dkv_kernel(
     b, head = pl.program_id(2), pl.program_id(1) * p.group
     refs = tile.GradientRows(x.query, do_ref, lse_ref, delta_ref)
     interval = schedule.Blocks.from_table(blocks_ref)
-    lists = None if x.resolved_mask.mask_mod is None else x.resolved_mask.mask_mod.block_types
+    visited = None if x.resolved_mask.mask_mod is None else x.resolved_mask.mask_mod.block_types
 
     def query_head(g, carry):
         pair = b, head + g
         blocks = interval
-        if lists is not None:
-            blocks = schedule.Blocks.from_list(lists, *([g] if len(lists.shape) == 2 else []))
+        if visited is not None:
+            blocks = schedule.Blocks.from_row(visited, *([g] if len(visited.shape) == 2 else []))
 
         def step(t, carry, masked):
             dk, dv = carry
@@ -102,7 +102,7 @@ def _dkv_kernel(
 
 
 def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
-    x = mods.with_block_lists(p, tiles, x)
+    x = mods.with_visited_blocks(p, tiles, x)
     (dq,) = by_query_tile(p, tiles).launch(
         *(_dq_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
         out=[(x.query.dtype, "btnh")],

@@ -21,7 +21,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     if tiles.decode is not None:
         return decode.forward(problem, tiles.decode, x)
     p, t = problem, tiles.forward
-    x = mods.with_block_lists(p, t, x)
+    x = mods.with_visited_blocks(p, t, x)
     out = [(x.query.dtype, "btnv"), *[(jnp.float32, "bnt")] * p.statistics]
     o, *stats = by_query_tile(p, t).launch(_kernel, x, out=out, name="flash_attention_forward")
     return o, online_softmax.SoftmaxState(*stats)
@@ -78,7 +78,7 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
 def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
     """The tangents of o and lse, without the part of the arrays that a score_mod reads."""
     p, t = problem, tiles.tangent
-    x, dx = mods.with_block_lists(p, t, x), dx._replace(sinks=None, captured=())
+    x, dx = mods.with_visited_blocks(p, t, x), dx._replace(sinks=None, captured=())
     grid = by_query_tile(p, t)
     row, specs = grid.spec("bnt"), grid.operands(x)
     of = lambda name: None if getattr(dx, name) is None else getattr(specs, name)

@@ -37,7 +37,7 @@ class TileMask(NamedTuple):
         mod = of_heads(resolved.mask_mod, p, heads)
         if mod is not None and mod.block_types is not None:
             types = block_types.merge(heads.take(mod.block_types, 1), (0, 1))
-            mod = dataclasses.replace(mod, block_types=schedule.block_lists(types))
+            mod = dataclasses.replace(mod, block_types=schedule.visited_blocks(types))
         resolved = dataclasses.replace(resolved, mask_mod=mod)
         start, stop = resolved.interval(jnp.arange(p.queries, dtype=jnp.int32)[None])
         lists = resolved.lists
@@ -119,7 +119,7 @@ class TileMask(NamedTuple):
         mask = self.resolved
         if mask.mask_mod is not None and mask.mask_mod.block_types is not None:
             index = schedule.ceil_div(rows.start, rows.size)
-            return schedule.Blocks.from_list(mask.mask_mod.block_types, index)
+            return schedule.Blocks.from_row(mask.mask_mod.block_types, index)
         if mask.has_data:
             contiguous = None if mask.contiguous is None else rows.take(mask.contiguous, 1)
             blocks = schedule.key_blocks(*self.interval(rows), contiguous, size)
