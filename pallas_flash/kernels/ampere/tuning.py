@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable
 
 from pallas_flash.kernels.ampere import backward, forward, tangent
-from pallas_flash.kernels.decoding.tuning import tiles_if_decoding
+from pallas_flash.kernels.decoding import tuning as decoding
 from pallas_flash.kernels.mma.memory import TileMemory, cheapest_that_fits
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
 from pallas_flash.problem.arguments import Problem
@@ -12,11 +12,11 @@ from pallas_flash.problem.arguments import Problem
 
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
-    if problem.resolved_mask.lists is not None:
+    if decoding.is_all(problem):
         chosen = AllTiles(None, None, None, None)
     else:
         chosen = _tiles(problem, Gpu.here())
-    return chosen._replace(decode=tiles_if_decoding(problem))
+    return chosen._replace(decode=decoding.tiles_if_decoding(problem))
 
 
 @functools.lru_cache(256)  # an eager call chooses each time

@@ -3,9 +3,10 @@
 import functools
 
 from pallas_flash.jax_support import gpus, hardware
-from pallas_flash.kernels.ampere import tuning as mma
+from pallas_flash.kernels.ampere import tuning as ampere
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
 from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, ForwardTiles, GradientTiles
+from pallas_flash.kernels.decoding import tuning as decoding
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
 from pallas_flash.problem.arguments import Problem
@@ -16,8 +17,8 @@ SHARED = gpus.SM100.program_bytes  # bytes of shared memory of a program
 
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
-    by_mma = mma.tiles(problem)
-    if problem.resolved_mask.lists is not None:
+    by_mma = ampere.tiles(problem)
+    if decoding.is_all(problem):
         return AllTiles(None, None, None, by_mma)
     forward, *backward = _tiles(problem, hardware.compute_capability())
     return AllTiles(None if by_mma.decode else forward, *backward, by_mma)

@@ -17,10 +17,15 @@ PAGE = 64  # keys, where they are not in pages
 MIN_GAIN_OF_LISTS = 1.1
 
 
+def is_all(problem: Problem) -> bool:
+    """Whether decoding alone has kernels for a problem: it gathers the keys of lists."""
+    return problem.resolved_mask.lists is not None
+
+
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
     """The tiles of decoding, for a problem whose forward that is."""
-    has_lists = problem.resolved_mask.lists is not None
-    return decode_tiles(problem) if has_lists or split_kv.is_decoding(problem) else None
+    is_decoding = is_all(problem) or split_kv.is_decoding(problem)
+    return decode_tiles(problem) if is_decoding else None
 
 
 def decode_tiles(
@@ -39,7 +44,7 @@ def decode_tiles(
 
 def _as_decoding(problem: Problem, page: int) -> tuple[Problem, int | None]:
     """The problem that decoding has, and the keys of a page; None where lists name them."""
-    if problem.resolved_mask.lists is None:
+    if not is_all(problem):
         return problem, page
     return listed_keys.decoding_problem(problem), None
 

@@ -193,7 +193,7 @@ def swizzle_of(dtype: str, widths: tuple[int, ...], rows: int = ROWS) -> int:
 
 
 def _tiles_side_by_side(rows: int) -> int:
-    """Of the tiles that four warps copy at a time, how many lie side by side."""
+    """How many of the tiles that four warps copy at a time lie side by side."""
     return max(4 * TILE_ROWS // rows, 1)
 
 

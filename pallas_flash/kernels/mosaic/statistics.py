@@ -82,7 +82,7 @@ class GradientInputs(NamedTuple):
 
     @classmethod
     def by_tma(cls, p: Problem, t, *args) -> "GradientInputs":
-        """The same, of arrays that TMA can read."""
+        """`make`, with arrays that TMA can read."""
         rows = lambda arrays, widths, *of: tma.padded_rows(arrays, *of, t.swizzle)
         return cls.make(rows, p, t, *args)
 
