@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 
 from pallas_flash import flash_attention, masks
-from pallas_flash.mods import bound, captured, derivatives
+from pallas_flash.mods import bound, captured
 from pallas_flash.transforms import autodiff
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
@@ -192,10 +192,10 @@ def test_a_functions_own_derivatives_are_those_of_a_rule(name):
 
 def test_a_rule_keeps_three_derivatives_of_a_function_and_says_so():
     program = jax.make_jaxpr(jax.nn.softplus)(0.0).jaxpr
-    kept = derivatives.reopen(derivatives.close(program))
+    kept = programs.reopen(programs.close(program))
     function = lambda x: captured.run(kept.eqns, kept.outvars, {kept.invars[0]: x})[0]
     of_jax = jax.nn.softplus
-    for _ in range(derivatives.ORDERS):
+    for _ in range(programs.ORDERS):
         function, of_jax = jax.grad(function), jax.grad(of_jax)
         np.testing.assert_allclose(function(0.3), of_jax(0.3), rtol=1e-6)
     with pytest.raises(NotImplementedError, match=r"has 3 derivatives, .*; got one more"):

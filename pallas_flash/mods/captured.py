@@ -15,8 +15,8 @@ from jax import lax
 from pallas_flash.jax_support import varying
 from pallas_flash.jax_support.jax_internals import Literal
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.mods import derivatives
-from pallas_flash.mods.derivatives import any_mesh, jaxpr_of, programs_in
+from pallas_flash.mods import programs
+from pallas_flash.mods.programs import any_mesh, jaxpr_of, programs_in
 
 ONLY_SCALARS = "captured arrays may only be indexed down to scalars, e.g. table[h, kv_idx]"
 
@@ -337,7 +337,7 @@ def _split(eqns, outvars, consts, makes_arrays: bool) -> _Split:
         free.update(eqn.outvars if free.issuperset(inputs) else ())
         if makes_arrays and numbers.issuperset(inputs) and _is_arithmetic(eqn):
             numbers.update(eqn.outvars)
-    derivatives.refuse_effects(left)
+    programs.refuse_effects(left)
     used = [*(x for eqn in left for x in eqn.invars), *outvars]
     left = needed([eqn for eqn in before if numbers.issuperset(eqn.outvars)], used) + left
     used = set(map(id, used))
@@ -350,7 +350,7 @@ def _split(eqns, outvars, consts, makes_arrays: bool) -> _Split:
 def _is_arithmetic(eqn) -> bool:
     """Whether all results are numbers, of no loop and no function, and none a random key."""
     is_number = lambda x: not x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    is_inside = eqn.effects or derivatives.programs_in(eqn)
+    is_inside = eqn.effects or programs.programs_in(eqn)
     return not is_inside and all(is_number(x.aval) for x in eqn.outvars)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.mods import captured, derivatives, programs
-from pallas_flash.mods.derivatives import any_mesh as any_mesh
+from pallas_flash.mods import captured, programs
+from pallas_flash.mods.programs import any_mesh as any_mesh
 
 INDEX = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -21,8 +21,8 @@ class TracedMod:
     then its scalars: int32 b, h, q_idx, kv_idx, and the score of a score_mod."""
 
     def __init__(self, jaxpr, arrays: int, name: str, tables: int = 0):
-        self._closed = derivatives.close(jaxpr)
-        self.jaxpr, self.name, self.tables = derivatives.reopen(self._closed), name, tables
+        self._closed = programs.close(jaxpr)
+        self.jaxpr, self.name, self.tables = programs.reopen(self._closed), name, tables
         self._key = tables, programs.key(self._closed)
         self._hash = hash(self._key)
         self.arrays, self.scalars = jaxpr.invars[:arrays], jaxpr.invars[arrays:]
@@ -185,7 +185,7 @@ def trace_function(signature: str, function: Callable, *shapes) -> tuple[Any, tu
             f"key; it raised {type(error).__name__}: "
             f"{str(error).partition(chr(10))[0].rstrip('.')}.{HINTS.get(type(error), '')}"
         ) from error
-    except derivatives.Effect as effect:
+    except programs.Effect as effect:
         raise TypeError(
             f"{signature} must have no effects, as it is evaluated as often as an implementation "
             f"needs, or not at all; got `{effect}`. Call jax.debug.print, checkify.check and the "
@@ -211,7 +211,7 @@ def _traced(function, *shapes):
     # jitted functions are inlined, with the arrays that they close over
     closed = jax.make_jaxpr(lambda *scalars: captured.call(written, scalars))(*shapes)
     program, arrays, tables = captured.hoist(closed, shapes)
-    return derivatives.close(program), arrays, tables, out
+    return programs.close(program), arrays, tables, out
 
 
 def vectorize(f: Callable, *x):
