@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
 
 from pallas_flash import flash_attention, masks
-from pallas_flash.mods import bound, captured
+from pallas_flash.mods import bound, captured, programs
 from pallas_flash.transforms import autodiff
 
 X = jax.random.normal(jax.random.key(0), (1, 8, 1, 4))
