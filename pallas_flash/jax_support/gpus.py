@@ -1,6 +1,6 @@
 """The table of GPUs: processors, memories and peak rates.
 
-The facts are those of NVIDIA's datasheets, whitepapers and tuning guides. A row for several GPUs
+The facts are from NVIDIA's datasheets, whitepapers and tuning guides. A row for several GPUs
 has the fewest processors and the smallest L2 cache of them.
 """
 
@@ -118,7 +118,7 @@ def find(device_kind: str) -> Kind | None:
 
 @functools.lru_cache(256)
 def least(capability: float | None) -> Kind:
-    """The least that GPUs of a compute capability have. Where no row has it, those of its major
+    """The least that GPUs of a compute capability have. Where no row has it, GPUs of its major
     version count, and where no row has that either, all rows."""
     of_major = lambda kind: capability and kind.architecture.capability[0] == int(capability)
     same = [kind for kind in KINDS.values() if kind.architecture.version == capability]

@@ -133,7 +133,7 @@ def l2_cache() -> int:
 
 def _kind() -> gpus.Kind:
     """What is known of the GPU that a call is for: the facts of its kind, or the least of its
-    compute capability; those of an H100 where that is not known either."""
+    compute capability; an H100's where that is not known either."""
     device, capability = here(), compute_capability()
     known = gpus.find(device.device_kind) or (capability and gpus.least(capability))
     return known or gpus.KINDS["H100"]

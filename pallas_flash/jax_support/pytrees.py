@@ -16,7 +16,7 @@ NO_DATA = int, type(None)
 def dataclass(cls=None, *, static: tuple[str, ...] = (), **options):
     """A frozen dataclass that is a pytree: its arrays are leaves; ints, None and the fields
     `static` belong to its structure. An == of a base class stays. help() shows no field that is
-    keyword-only: the package sets those."""
+    keyword-only: the package sets them."""
     if cls is None:
         return lambda cls: dataclass(cls, static=static, **options)
     options = dict(eq=cls.__eq__ is object.__eq__, **options)

@@ -61,7 +61,7 @@ class Operands(NamedTuple):
         return Gradients(self.query, self.key, self.value, self.bias, self.sinks, captured)
 
     def with_differentiable(self, new: Gradients) -> "Operands":
-        """The operands with `new` in place of those that have a gradient."""
+        """The operands with `new` in place of the ones that have a gradient."""
         arrays = new._asdict()
         captured = arrays.pop("captured")
         score = None if self.score is None else self.score.with_tables(captured)

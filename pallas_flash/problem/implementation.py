@@ -59,7 +59,7 @@ class Implementation(abc.ABC):
         without keys; do and delta have the factor of `SoftmaxState.backward_lse`."""
 
     def tangent(self, problem: Problem, tiles, x: Operands, dx: Gradients, rows, o, dlse):
-        """The tangents of o and lse by those of the operands, of which one that is None is zero.
+        """The tangents of o and lse by the operands' tangents, of which one that is None is zero.
         `rows` is a RowLse, or what the backward takes; `dlse` the sinks' part of the tangent of
         lse."""
         raise NotImplementedError(f"{self.name} has no forward mode of its own")
@@ -156,8 +156,8 @@ class Implementation(abc.ABC):
         )
 
     def tiles_like(self, tiles, problem: Problem) -> Any:
-        """Tiles of another problem for the same kernels; those of a forward that a backward follows
-        where `tiles` are."""
+        """Tiles of another problem for the same kernels, of a forward that a backward follows where
+        `tiles` are."""
         new = self.for_same_kernels(tiles, self.converted(problem))
         return self.for_gradient(new) if tiles == self.for_gradient(tiles) else new
 
@@ -176,7 +176,7 @@ class PageReader(Implementation):
 
     @abc.abstractmethod
     def forward_from_pages(self, problem: Problem, tiles, x: Operands, table: PageTable, scales):
-        """o and the SoftmaxState, as `forward`; `scales` are those of keys and of values."""
+        """o and the SoftmaxState, as `forward`; `scales` are the keys' and the values'."""
 
     def copies_prompts(self, problem: Problem) -> bool:
         """Whether a problem with more rows than decoding takes had better attend to a copy of the

@@ -68,7 +68,7 @@ class PageTable:
 class Pages(NamedTuple):
     """The static description of a call's pages."""
 
-    shapes: tuple[tuple[int, ...], ...]  # those of keys, and of values that are not keys' columns
+    shapes: tuple[tuple[int, ...], ...]  # of keys, and of values that are not keys' columns
     stored: str | None  # the dtype of 8 bits, where there is one
     is_ragged: bool  # batch rows are tiles of tokens, and several have one table
     alone: str | None = None  # "keys" or "values", where only these are in 8 bits

@@ -145,7 +145,7 @@ class _Map(LinearMap):
             return self, residuals
         choice = Choice(BLOCKWISE, BLOCKWISE.tiles(self.problem)).for_gradient()
         (x, o, stats), log_base = residuals, self.log_base
-        if x.sinks is not None:  # clipped as those that the maxima are of
+        if x.sinks is not None:  # clipped as the scores that the maxima are of
             x = x._replace(sinks=log_base.to_e(sink_scores(x.sinks, log_base)))
         residuals = Residuals(x, o, stats.in_base_e(log_base))
         return dataclasses.replace(self, choice=choice), residuals
@@ -153,7 +153,7 @@ class _Map(LinearMap):
 
 @dataclasses.dataclass(frozen=True)
 class Tangent(_Map):
-    """Maps the tangents of the operands to those of o [B, T, N, Hv] and lse [B, N, T]."""
+    """Maps the operands' tangents to the tangents of o [B, T, N, Hv] and lse [B, N, T]."""
 
     def run(self, residuals: Residuals, x: Gradients):
         choice, (operands, o, stats) = self.choice, residuals

@@ -1,6 +1,8 @@
-"""A pass of an implementation as one equation with four rules: under vmap it is one call of more
-batch rows, over an axis of an explicit mesh a jax.shard_map, on a mesh with Auto axes what XLA's
-partitioner makes of it, and kernels in a program for a platform without GPUs are blockwise's.
+"""A pass of an implementation as one equation with four rules.
+
+Under vmap it is one call of more batch rows; over an axis of an explicit mesh a jax.shard_map; on a
+mesh with Auto axes what XLA's partitioner makes of it. Kernels in a program for a platform without
+GPUs are blockwise's.
 
 Within jit the device that will run the program is unknown. A call that is traced where a GPU is the
 default takes its kernels; blockwise replaces them in a program that is lowered for another

@@ -207,7 +207,7 @@ def _may_spread(letter: str) -> bool:
 
 
 def _mesh_axes(arrays, mesh) -> dict[str, Any]:
-    """The axes of the mesh that each letter lies on: the query's, else those of another array."""
+    """The axes of the mesh that each letter lies on: the query's, else another array's."""
     mesh_axes = {}
     for x, axes in arrays:
         for letter, n, axis in zip(axes.replace("K", "N"), x.shape, x.sharding.spec, strict=False):

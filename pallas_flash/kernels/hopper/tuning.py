@@ -47,7 +47,7 @@ def _tiles(p: Problem, fused: bool, processors: int) -> AllTiles:
 
 def _row(table, p: Problem, memory, slices: Callable = lambda row: (1, 1)):
     """The cheapest row that holds the problem's heads, as narrow as they are, and whose `memory`
-    fits; None where there is none. slices(row): those of `_narrow`."""
+    fits; None where there is none. slices(row): arguments of `_narrow`."""
     fits = lambda row: shared_bytes(memory.allocate(p, row)) <= SHARED
     return cheapest(table, p, fits, lambda row: _narrow(row, p, *slices(row)))
 

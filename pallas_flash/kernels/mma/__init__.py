@@ -1,2 +1,2 @@
-"""What all kernels by mma share: those of kernels/ampere, of kernels/decoding, and the gradients of
-scores, which are every Mosaic family's."""
+"""What kernels by mma share, in kernels/ampere and kernels/decoding; and the gradients of scores,
+which are every Mosaic family's."""

@@ -60,8 +60,8 @@ class Dropout(NamedTuple):
         return self._pack(dropout.word(of_row, dropout.of_column(second, key)) for key in keys)
 
     def _words_of_keys(self, tile: ScoreTile):
-        """Four rows share random words: each of them computes those of eight queries, and then they
-        exchange the bits."""
+        """Four rows share random words: each of them computes the words of eight queries, and
+        then they exchange the bits."""
         row, lane = iota(tile.shape[0], tile.layouts.row), row_mask.lane(tile.shape[0])
         of_row = dropout.of_row(self.first, tile.first_query + lane)
         of_column = dropout.of_column(self.second, tile.first_key + row)

@@ -60,7 +60,7 @@ def cheapest(
     fits: Callable = lambda row: True,
     narrow: Callable = lambda row: row,
 ):
-    """The row with the fewest multiplications, the first of several, among those that hold the
+    """The row with the fewest multiplications, the first of several, among rows that hold the
     problem's heads and that fit once they are narrow(row); None where there is none."""
     p = problem
     rows = [row for row in table if p.head_size <= row.width and p.value_size <= row.value_width]

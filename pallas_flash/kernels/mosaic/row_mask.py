@@ -160,7 +160,7 @@ def swap_halves(word):
 
 
 def interval(start, stop):
-    """The bits from `start` to `stop` - 1, of those that a word has."""
+    """The bits from `start` to `stop` - 1 that a word has."""
 
     @plgpu.inline_mgpu(arg_types=(ROW, ROW), return_type=_by_row(start, jnp.uint32))
     def bit_interval(_, start, after):

@@ -1,6 +1,8 @@
-"""What has a value for each row: the statistics that the forward of every family returns beside o,
-a SoftmaxState with an l where the logits are in base e, and the arrays of the kernels that read
-them, of gradients and of forward mode."""
+"""What has a value for each row.
+
+The forward of every family returns statistics beside o, a SoftmaxState with an l where the logits
+are in base e. Kernels of gradients and of forward mode read them.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Blockwise as an implementation, and its passes in place of those that kernels lack."""
+"""Blockwise as an implementation, and its passes in place of passes that kernels lack."""
 
 import jax.numpy as jnp
 
