@@ -282,6 +282,7 @@ def lists(T=1, block=1):
     [
         (shapes(), "blockwise", "nothing: pages of 64 keys are read where they lie"),
         (shapes(500), "blockwise", "all pages in the table, in order"),
+        (shapes(70), "blockwise", "nothing: pages of 64 keys"),  # the table is longer than its rows
         (shapes(implementation="reference"), "reference", "all pages in the table, in order"),
         (shapes(implementation="triton"), "triton", "nothing: pages of 64 keys"),
         (

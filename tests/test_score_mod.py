@@ -170,6 +170,19 @@ def test_what_a_mask_hides_and_what_is_not_there_may_be_nan(implementation, rng)
     assert all(np.isfinite(x).all() and np.any(x != 0) for x in gradients)
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside q, k and v"])
+def test_kernels_have_the_tangent_along_an_array(alone, rng):
+    x = arrays(rng)
+    along = (*map(jnp.zeros_like, x[:3]), x[3]) if alone else x
+
+    def tangent(name):
+        rule = RULES["by head and distance"]
+        attend = lambda *x: flash_attention(*x[:3], score_mod=rule(x[3]), implementation=name)
+        return jax.jit(lambda: jax.jvp(attend, x, along)[1])()
+
+    equal(tangent("triton"), tangent("reference"))
+
+
 def test_forward_mode_is_right_where_scores_are_computed_twice_and_round_otherwise(rng):
     x = arrays(rng)[:3]
     of = lambda name: flash_attention_jvp(

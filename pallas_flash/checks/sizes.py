@@ -82,7 +82,7 @@ class Sizes(NamedTuple):
             )
         x = x.reshape((1,) * (len(full) - x.ndim) + x.shape)
         lead = x.shape[:-3]
-        # some leading axes broadcast, some do not: partial_broadcast.py leaves few such calls
+        # some leading axes broadcast, some do not: dispatch.py leaves few such calls
         if any(n != 1 for n in lead) and lead != self.lead:
             x = jnp.broadcast_to(x, self.lead + x.shape[-3:])
         return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
