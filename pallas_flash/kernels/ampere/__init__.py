@@ -14,8 +14,8 @@ BY_TCGEN05[11.0] = "cuDNN's, by jax.nn.dot_product_attention(implementation='cud
 
 
 class Ampere(MosaicFamily):
-    """FlashAttention-2 as Mosaic GPU kernels, for GPUs from Ampere on; `others` are the families
-    that are each made for one of their generations."""
+    """The implementation "ampere"; `others` are the families that are each made for one generation
+    of GPUs."""
 
     name = "ampere"
     gpus = "an NVIDIA GPU of compute capability 8.0 or more"

@@ -12,7 +12,7 @@ from pallas_flash.problem.arguments import Problem
 
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
-    if decoding.is_all(problem):
+    if decoding.is_only_way(problem):
         chosen = AllTiles(None, None, None, None)
     else:
         chosen = _tiles(problem, Gpu.here())

@@ -7,8 +7,7 @@ from pallas_flash.problem.arguments import Gradients
 
 
 class Blackwell(MosaicFamily):
-    """FlashAttention-4 as Mosaic GPU kernels for Blackwell's datacenter GPUs: tcgen05, tensor
-    memory, TMA. What they do not compute, kernels/ampere does."""
+    """The implementation "blackwell"."""
 
     name = "blackwell"
     gpus = "a GPU of compute capability 10.0 or 10.3 (B200, B300)"

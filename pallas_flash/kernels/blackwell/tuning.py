@@ -18,7 +18,7 @@ SHARED = gpus.SM100.program_bytes  # bytes of shared memory of a program
 def tiles(problem: Problem) -> AllTiles:
     """The tiles of each kernel for a problem."""
     by_mma = ampere.tiles(problem)
-    if decoding.is_all(problem):
+    if decoding.is_only_way(problem):
         return AllTiles(None, None, None, by_mma)
     forward, *backward = _tiles(problem, hardware.compute_capability())
     return AllTiles(None if by_mma.decode else forward, *backward, by_mma)

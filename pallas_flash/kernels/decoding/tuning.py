@@ -17,14 +17,14 @@ PAGE = 64  # keys, where they are not in pages
 MIN_GAIN_OF_LISTS = 1.1
 
 
-def is_all(problem: Problem) -> bool:
-    """Whether decoding alone has kernels for a problem: it gathers the keys of lists."""
+def is_only_way(problem: Problem) -> bool:
+    """Whether no other kernels run a problem: decoding alone gathers the keys of lists."""
     return problem.resolved_mask.lists is not None
 
 
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:
     """The tiles of decoding, for a problem whose forward that is."""
-    is_decoding = is_all(problem) or split_kv.is_decoding(problem)
+    is_decoding = is_only_way(problem) or split_kv.is_decoding(problem)
     return decode_tiles(problem) if is_decoding else None
 
 
@@ -44,7 +44,7 @@ def decode_tiles(
 
 def _as_decoding(problem: Problem, page: int) -> tuple[Problem, int | None]:
     """The problem that decoding has, and the keys of a page; None where lists name them."""
-    if not is_all(problem):
+    if not is_only_way(problem):
         return problem, page
     return listed_keys.decoding_problem(problem), None
 

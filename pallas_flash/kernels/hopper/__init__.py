@@ -9,7 +9,7 @@ FEW = 64  # queries
 
 
 class Hopper(MosaicFamily):
-    """FlashAttention-3 as Mosaic GPU kernels: wgmma, TMA, warpgroups with roles."""
+    """The implementation "hopper"."""
 
     name = "hopper"
     gpus = "a GPU of compute capability 9.0 (H100, H200)"

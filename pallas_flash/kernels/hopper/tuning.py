@@ -28,7 +28,7 @@ ONE_KERNEL_KEYS = 768
 def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
     """The tiles of each kernel for a problem. One kernel has all gradients if `fused`, or by
     default where that is faster and gradients may be added in any order."""
-    if decoding.is_all(problem):
+    if decoding.is_only_way(problem):
         return AllTiles(*(None,) * 7, decode=decoding.tiles_if_decoding(problem))
     if fused is None:
         fused = not problem.deterministic and _keys_of_a_tile(problem) >= ONE_KERNEL_KEYS

@@ -8,7 +8,7 @@ from pallas_flash.tiled import split_kv
 
 
 class Triton(Family, PageReader):
-    """FlashAttention-2 as Pallas kernels for every GPU that jax's Triton lowering compiles for."""
+    """The implementation "triton"."""
 
     name = "triton"
 
