@@ -267,18 +267,16 @@ def resolve_context(call: Call) -> Call:
     check(context)
     if context is None:
         return call
-    if any(isinstance(part, masks.KeyLists) for part in _mask_parts(call)):
+    if not isinstance(mask := call.mask, masks.Mask):
+        return call.replace(context=context)
+    whole = [type(part).__name__ for part in masks.leaves(mask) if not part.is_by_chunk]
+    if whole:
         raise NotImplementedError(
-            f"KeyLists take sequences that are whole on a device; got context={context}. Shard "
+            f"{whole[0]} take sequences that are whole on a device; got context={context}. Shard "
             "the batch or the heads."
         )
     # the types of all blocks are of no use to one device
-    mask = masks.without_block_types(call.mask) if isinstance(call.mask, masks.Mask) else call.mask
-    return call.replace(mask=mask, context=context)
-
-
-def _mask_parts(call: Call) -> list[masks.Mask]:
-    return masks.leaves(call.mask) if isinstance(call.mask, masks.Mask) else []
+    return call.replace(mask=masks.without_block_types(mask), context=context)
 
 
 def _describe_ring(scheme: Context, loop: ring.Loop, problem: Problem) -> str:

@@ -15,6 +15,7 @@ from meshes import make_mesh, put
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks
+from pallas_flash.checks.sizes import Sizes as CallSizes
 from pallas_flash.masks import block_types, resolution
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import schedule
@@ -87,7 +88,9 @@ LISTED = {  # lists of blocks and what lies beside them, of so many queries and 
 def test_the_table_of_lists_calls_no_block_full_or_empty_that_is_not(name):
     """In a full block kernels ask no mask_mod."""
     (lists, *others), T, S = LISTED[name]
-    resolved_mask = masks.resolve([lists.fitting((1,), T, 1, 1), *others], 1, T, S, 0)
+    resolved_mask = masks.resolve(
+        [lists.fitting(CallSizes((1,), dict(T=T, N=1, K=1))), *others], 1, T, S, 0
+    )
     found = np.asarray(resolution.with_table(resolved_mask, 1, T).mask_mod.block_types)
     exact = np.asarray(block_types.compute(resolved_mask, 1, 1, T, 64, 64))
     assert np.all((found == exact) | (found == block_types.PARTIAL))

@@ -12,6 +12,7 @@ from pallas_flash import checks, scores
 from pallas_flash.caches import tables
 from pallas_flash.caches.attend import attend
 from pallas_flash.checks import AnyArray, unexpected
+from pallas_flash.checks.sizes import Sizes
 from pallas_flash.choose import dispatch
 from pallas_flash.devices import sharding
 from pallas_flash.jax_support import hardware
@@ -329,7 +330,8 @@ def _lists(mask, shape: tuple[int, ...], kv_heads: int) -> KeyLists:
             "KeyLists.query_block must be 1 with cu_seqlens_q, a list for each token; got "
             f"{mask.query_block}."
         )
-    return mask.fitting(tuple(lead), T, N, kv_heads).with_letter(N, kv_heads)
+    sizes = Sizes(tuple(lead), dict(T=T, N=N, K=kv_heads))
+    return mask.fitting(sizes).for_mesh(sizes.lead, N, kv_heads)
 
 
 def _by_row(name: str, x, shape: tuple[int, ...]):

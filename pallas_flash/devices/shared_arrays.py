@@ -41,18 +41,10 @@ def canonicalize(call: Call) -> Call:
     if isinstance(call.mask, masks.Mask):
         # with a context, the call may have this device's rows alone
         tokens = (query.shape[-3], key.shape[-3]) if call.context is None else None
-        K = key.shape[-2]
-        new = (_canonical_part(part, lead, (N, K), tokens) for part in masks.leaves(call.mask))
+        each_part = masks.leaves(call.mask)
+        new = (part.for_mesh(lead, N, key.shape[-2]).canonical(tokens) for part in each_part)
         each["mask"] = masks.with_leaves(call.mask, new)
     return call.replace(**each)
-
-
-def _canonical_part(part: masks.Mask, lead: tuple[int, ...], heads, tokens) -> masks.Mask:
-    if isinstance(part, masks.MaskMod | masks.BlockTypes):
-        part = part.with_indices(lead, heads[0])
-    if isinstance(part, masks.KeyLists):
-        part = part.with_letter(*heads)
-    return part.canonical(tokens)
 
 
 def collect_arrays(call: Call) -> dict[tuple, Any]:

@@ -7,9 +7,12 @@ from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 IntLike = Any  # an int, or an int32 array
 NO_DATA = int, type(None)
+ARRAYS = np.ndarray, jax.Array
 
 
 @dataclass_transform(frozen_default=True)
@@ -62,6 +65,25 @@ class _Shown:
 def shown(tree):
     """The tree to be printed, with the types of its arrays in place of their values."""
     return jax.tree.map(lambda x: _Shown(x) if hasattr(x, "dtype") else x, tree)
+
+
+def are_equal(a, b) -> bool:
+    """Whether two fields, or tuples of these, are equal; a traced array equals itself alone."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(are_equal, a, b))
+    are_arrays = {isinstance(x, ARRAYS) for x in (a, b)}
+    if are_arrays == {False} or a is b:
+        return a is b or a == b
+    if are_arrays == {True, False} or isinstance(a, Tracer) or isinstance(b, Tracer):
+        return False
+    return a.dtype == b.dtype and np.array_equal(a, b)
+
+
+def without_values(x):
+    """A field with shapes and dtypes, which hash, in place of arrays."""
+    if isinstance(x, tuple):
+        return tuple(map(without_values, x))
+    return (x.shape, x.dtype) if isinstance(x, ARRAYS) else x
 
 
 def is_data(value) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_flash import checks
 from pallas_flash.checks import unexpected
+from pallas_flash.checks.sizes import Sizes
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks import block_types
 from pallas_flash.masks.key_lists import KeyLists
@@ -187,7 +188,8 @@ def _fitting(part: Mask, queries: int, heads: int) -> Mask:
     if not isinstance(part, KeyLists):
         return part
     lists = part.indices.shape[-2]
-    return part.fitting(part.indices.shape[:-3], queries, heads, math.gcd(heads, lists))
+    sizes = dict(T=queries, N=heads, K=math.gcd(heads, lists))
+    return part.fitting(Sizes(part.indices.shape[:-3], sizes))
 
 
 def _as_arrays(part: Mask) -> Mask:

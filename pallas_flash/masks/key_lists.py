@@ -49,7 +49,7 @@ class KeyLists(Mask):
     # the letter of the axis L of a call, C, K or N, and N
     heads_letter: str = dataclasses.field(default="C", compare=False, repr=False, kw_only=True)
     heads: int = dataclasses.field(default=1, compare=False, repr=False, kw_only=True)
-    is_interval = False
+    is_interval = is_by_chunk = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -72,9 +72,8 @@ class KeyLists(Mask):
         """Whether a mask_mod can read a table of the blocks."""
         return self.block * self.query_block >= LEAST_TABLE
 
-    def fitting(self, lead: tuple[int, ...], queries: int, heads: int, kv_heads: int) -> "KeyLists":
-        """These lists as int32 [B | 1, query blocks, L, n]. Raises if they do not fit a call with
-        these leading axes, queries and heads."""
+    def fitting(self, sizes):
+        lead, (queries, heads, kv_heads) = sizes.lead, (sizes.of[letter] for letter in "TNK")
         x = jnp.asarray(checks.ints("KeyLists.indices", self.indices))
         blocks = -(-queries // self.query_block)
         fits = x.ndim > 2 and x.shape[:-3] in (lead, (1,) * len(lead), (1,), ())
@@ -96,8 +95,7 @@ class KeyLists(Mask):
         x = x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
         return dataclasses.replace(self, indices=x, heads=heads)
 
-    def with_letter(self, heads: int, kv_heads: int) -> "KeyLists":
-        """Sets the letter (C, K or N) by which a mesh shards the lists."""
+    def for_mesh(self, lead, heads, kv_heads):
         letters = {kv_heads: "K", heads: "N"}
         return dataclasses.replace(self, heads_letter=letters.get(self.indices.shape[-2], "C"))
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from pallas_flash import checks
 from pallas_flash.checks import unexpected
+from pallas_flash.checks.sizes import Sizes
 from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -52,6 +52,7 @@ class Mask:
     ARRAYS = {}
     is_interval = True  # of keys, for each query
     has_ids = False  # document ids, of which a ResolvedMask holds one set
+    is_by_chunk = True  # whether it may be cut into chunks of queries and keys, as a ring does
 
     def __post_init__(self):
         """Raises if an array of integers has another dtype; a PartitionSpec may stand for it."""
@@ -65,6 +66,24 @@ class Mask:
         they are no integers, or do not fit `tokens`, (T, S), if given."""
         arrays = self._arrays()
         return dataclasses.replace(self, **arrays) if arrays else self
+
+    def fitting(self, sizes: Sizes) -> "Mask":
+        """The canonical mask with its arrays as [B, ..]. Raises if they do not fit a call of these
+        sizes."""
+        arrays = {}
+        for field, letters in self.ARRAYS.items():
+            if (x := getattr(self, field)) is None:
+                continue
+            name = f"{type(self).__name__}.{field}"
+            if letters == "B" and np.ndim(x) == 0:
+                x = jnp.broadcast_to(checks.ints(name, x), sizes.lead)
+            arrays[field] = sizes.ints(name, sizes.of_all_rows(x, letters), letters)
+        return dataclasses.replace(self, **arrays) if arrays else self
+
+    def for_mesh(self, lead: tuple[int, ...], heads: int, kv_heads: int) -> "Mask":
+        """The mask with a letter for each axis of its arrays, and as arrays the indices of batch
+        rows, with these leading axes, and of heads that it uses: a mesh shards them."""
+        return self
 
     def _arrays(self) -> dict[str, Any]:
         """The fields of ARRAYS as int32."""
@@ -154,12 +173,12 @@ class Mask:
         """Whether both masks have one type and equal fields; a traced array equals itself alone."""
         if type(self) is not type(other) or not dataclasses.is_dataclass(self):
             return self is other
-        return all(map(_are_equal, self._compared(), other._compared()))
+        return all(map(pytrees.are_equal, self._compared(), other._compared()))
 
     def __hash__(self) -> int:
         if not dataclasses.is_dataclass(self):
             return id(self)
-        return hash((type(self), *map(_without_values, self._compared())))
+        return hash((type(self), *map(pytrees.without_values, self._compared())))
 
     def _compared(self) -> list:
         return [getattr(self, field.name) for field in dataclasses.fields(self) if field.compare]
@@ -260,9 +279,8 @@ class MaskMod(Mask):
     def mask_mod(self):
         return lambda *at: self.function(self.arrays, *at)
 
-    def with_indices(self, batch: tuple[int, ...], heads: int) -> "MaskMod":
-        """This mask with the indices of batch rows and heads as arrays, if it uses them."""
-        return dataclasses.replace(self, **self.function.index_arrays(batch, heads))
+    def for_mesh(self, lead, heads, kv_heads):
+        return dataclasses.replace(self, **self.function.index_arrays(lead, heads))
 
 
 @pytrees.dataclass(static=("uses",))
@@ -285,7 +303,10 @@ class BlockTypes(Mask):
     def narrow(self, mask, rows):
         return mask
 
-    def fitting(self, batch: int, heads: int) -> "BlockTypes":
+    def fitting(self, sizes):
+        return self._of_rows(sizes.of["B"], sizes.of["N"])
+
+    def _of_rows(self, batch: int, heads: int) -> "BlockTypes":
         """These types, reshaped to [B | 1, N | 1, ..]. Raises if they were made for other batch
         rows or heads, and depend on them."""
         shape = self.block_types.shape
@@ -299,13 +320,11 @@ class BlockTypes(Mask):
             )
         return dataclasses.replace(self, block_types=block_types)
 
-    def with_indices(self, batch: tuple[int, ...], heads: int) -> "BlockTypes":
-        """These types with the leading axes `batch` in place of batch rows, if they differ by
-        row."""
-        types = self.fitting(math.prod(batch), heads).block_types
+    def for_mesh(self, lead, heads, kv_heads):
+        types = self._of_rows(math.prod(lead), heads).block_types
         if types.shape[0] == 1:
             return self
-        return dataclasses.replace(self, block_types=types.reshape(*batch, *types.shape[1:]))
+        return dataclasses.replace(self, block_types=types.reshape(*lead, *types.shape[1:]))
 
 
 def joined(join: Callable, a: Mask, b: Mask) -> MaskMod:
@@ -321,24 +340,6 @@ def both(a: MaskMod, b: MaskMod) -> MaskMod:
     return dataclasses.replace(
         joined(operator.and_, a, b), batch=given(a.batch, b.batch), head=given(a.head, b.head)
     )
-
-
-def _are_equal(a, b) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_are_equal, a, b))
-    are_arrays = {isinstance(x, np.ndarray | jax.Array) for x in (a, b)}
-    if are_arrays == {False} or a is b:
-        return a is b or a == b
-    if are_arrays == {True, False} or isinstance(a, Tracer) or isinstance(b, Tracer):
-        return False
-    return a.dtype == b.dtype and np.array_equal(a, b)
-
-
-def _without_values(x):
-    """x with shapes and dtypes, which hash, in place of arrays."""
-    if isinstance(x, tuple):
-        return tuple(map(_without_values, x))
-    return (x.shape, x.dtype) if isinstance(x, np.ndarray | jax.Array) else x
 
 
 def without_block_types(mask: Mask) -> Mask:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_flash import checks, dropout, masks, scores
 from pallas_flash.checks.sizes import HEADS_FIRST, Sizes
@@ -280,7 +279,8 @@ def _mask_parts(sizes: Sizes, call: Call) -> list[masks.Mask]:
     """The conjuncts of a mask object, with arrays of the call's sizes."""
     if not isinstance(call.mask, masks.Mask):
         return []
-    whole = (_with_arrays(sizes, part) for part in masks.leaves(call.mask))
+    tokens = sizes.of["T"], sizes.of["S"]
+    whole = (part.canonical(tokens).fitting(sizes) for part in masks.leaves(call.mask))
     return masks.conjuncts(masks.with_leaves(call.mask, whole))
 
 
@@ -381,19 +381,3 @@ def _documents(sizes, query_ids, key_ids, square) -> list[masks.Mask]:
         query_segment_ids=query_ids, key_value_segment_ids=query_ids if key_ids is None else key_ids
     )
     return [masks.Documents(*map(sizes.ints, named, checks.ids(named), ("BT", "BS")))]
-
-
-def _with_arrays(sizes, part: masks.Mask) -> masks.Mask:
-    part, arrays = part.canonical((sizes.of["T"], sizes.of["S"])), {}
-    if isinstance(part, masks.BlockTypes):
-        return part.fitting(sizes.of["B"], sizes.of["N"])
-    if isinstance(part, masks.KeyLists):
-        return part.fitting(sizes.lead, *(sizes.of[c] for c in "TNK"))
-    for field, letters in part.ARRAYS.items():
-        x, name = getattr(part, field), f"{type(part).__name__}.{field}"
-        if x is None:
-            continue
-        if letters == "B" and np.ndim(x) == 0:
-            x = jnp.broadcast_to(checks.ints(name, x), sizes.lead)
-        arrays[field] = sizes.ints(name, sizes.of_all_rows(x, letters), letters)
-    return dataclasses.replace(part, **arrays) if arrays else part
