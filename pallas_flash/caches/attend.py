@@ -19,7 +19,7 @@ from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.jax_support import hardware, varying, xla_cpu
 from pallas_flash.kernels import joined
-from pallas_flash.masks import KeyLists
+from pallas_flash.masks import Mask
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem import arguments
@@ -125,7 +125,7 @@ def attend(call: PagedCall):
     arrays = {
         name: x
         for name, x in call.arguments().items()
-        if x is not None and (checks.is_array(x) or isinstance(x, BoundScoreMod | KeyLists))
+        if x is not None and (checks.is_array(x) or isinstance(x, BoundScoreMod | Mask))
     }
     return _attend_jit(call.replace(context=None, **dict.fromkeys(arrays)), arrays)
 

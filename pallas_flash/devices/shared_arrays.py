@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import checks, dropout, masks, scores
-from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.mods.bound import BoundScoreMod
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import AXES, Call, is_data
@@ -109,18 +108,7 @@ def operand_axes(problem: arguments.Problem, operands: arguments.Operands) -> ar
         c if n == full.get(c, n) else "."
         for c, n in zip(letters.ljust(x.ndim, "."), x.shape, strict=True)
     )
-    resolved_mask = operands.resolved_mask
-    for fields, letters in (
-        (ResolvedMask.BY_BATCH, "B"),
-        (ResolvedMask.BY_QUERY, "BT"),
-        (ResolvedMask.BY_KEY, "BS"),
-    ):
-        resolved_mask = resolved_mask.narrow(fields, lambda x, letters=letters: axes_of(x, letters))
-
-    if (lists := resolved_mask.lists) is not None:
-        by_head = "BN" if lists.entries.shape[1] == problem.heads else "BK"
-        lists = dataclasses.replace(lists, entries=axes_of(lists.entries, by_head))
-        resolved_mask = dataclasses.replace(resolved_mask, lists=lists)
+    resolved_mask = operands.resolved_mask.by_letters(axes_of, problem.heads)
 
     def mod_axes(mod):
         fields = dict(batch="B", head="N", block_types="BN", offset="B")

@@ -45,7 +45,7 @@ def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: 
     """The types of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
-    are_intervals = v.mask_mod is None and v.lists is None and v.query_ids is None
+    are_intervals = v.shows_intervals and v.query_ids is None
 
     def types_of_rows(i):
         row = i * block_q + jnp.arange(block_q, dtype=jnp.int32)

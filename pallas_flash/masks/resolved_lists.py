@@ -1,6 +1,7 @@
 """Resolved lists of keys, which all implementations read: entries without what names nothing."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -40,6 +41,18 @@ class ResolvedLists:
     def has_table(self) -> bool:
         """Whether a table of all blocks is small beside the scores."""
         return self.block * self.query_block >= LEAST_TABLE
+
+    def by_letters(self, convert: Callable, heads: int) -> "ResolvedLists":
+        """These lists of so many query heads with convert(entries, letters) in place of entries,
+        whose leading axes have these letters."""
+        letters = "BN" if self.entries.shape[1] == heads else "BK"
+        return dataclasses.replace(self, entries=convert(self.entries, letters))
+
+    def for_key_heads(self, heads, query_heads: int) -> "ResolvedLists":
+        """The lists of these key heads, if each key head has its own."""
+        if self.entries.shape[1] in (1, query_heads):
+            return self
+        return dataclasses.replace(self, entries=self.entries[:, heads])
 
     def sorted(self) -> "ResolvedLists":
         """These lists in ascending order, with NONE in place of repeated entries."""

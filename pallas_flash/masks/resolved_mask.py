@@ -52,6 +52,23 @@ class ResolvedMask:
             self, **{name: pick(x) for name, x in values.items() if is_data(x)}
         )
 
+    def by_letters(self, convert, heads: int) -> "ResolvedMask":
+        """This mask of so many query heads with convert(x, letters) in place of the arrays of its
+        intervals, ids and lists, whose leading axes have these letters."""
+        mask = self
+        letters = {self.BY_BATCH: "B", self.BY_QUERY: "BT", self.BY_KEY: "BS"}
+        for fields, of_fields in letters.items():
+            mask = mask.narrow(fields, lambda x, letters=of_fields: convert(x, letters))
+        if self.lists is None:
+            return mask
+        return dataclasses.replace(mask, lists=self.lists.by_letters(convert, heads))
+
+    def for_key_heads(self, heads, query_heads: int) -> "ResolvedMask":
+        """This mask with the lists of these key heads alone, if each key head has its own."""
+        if self.lists is None:
+            return self
+        return dataclasses.replace(self, lists=self.lists.for_key_heads(heads, query_heads))
+
     def with_interval(self, shape, start: IntLike, stop: IntLike) -> "ResolvedMask":
         """This mask, narrowed to an interval of keys for each row; [B, T] = `shape`."""
         start, stop = (
@@ -171,6 +188,11 @@ class ResolvedMask:
         """This mask from the keys' side, if it has no data: `interval` of a key is the queries that
         see it."""
         return ResolvedMask(queries, self.right, self.left, -self.offset)
+
+    @property
+    def shows_intervals(self) -> bool:
+        """Whether each query sees all keys of an interval, or of its document in one."""
+        return self.mask_mod is None and self.lists is None
 
     @property
     def has_data(self) -> bool:

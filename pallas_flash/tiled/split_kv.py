@@ -35,9 +35,7 @@ def is_decoding(problem: Problem) -> bool:
     decoding does not support."""
     p = problem
     others = [field.name for field in dataclasses.fields(p) if field.name not in _SUPPORTED]
-    mask = p.resolved_mask
-    is_supported = not any(getattr(p, name) for name in others)
-    is_supported = is_supported and mask.mask_mod is None and mask.lists is None
+    is_supported = p.resolved_mask.shows_intervals and not any(getattr(p, name) for name in others)
     return p.is_static and is_supported and why_not(p) is None and p.keys >= KEYS
 
 

@@ -12,7 +12,6 @@ becomes the same each time that the program is made.
 
 import contextlib
 import copyreg
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -176,10 +175,8 @@ def _with_key_heads(x, keys):
     if not isinstance(x, Operands | Gradients):
         return x
     take = lambda a: None if a is None else a[:, :, keys]
-    if isinstance(x, Operands) and (lists := x.resolved_mask.lists) is not None:
-        if 1 < lists.entries.shape[1] != x.query.shape[2]:  # a list for each key head
-            lists = dataclasses.replace(lists, entries=lists.entries[:, keys])
-        x = x._replace(resolved_mask=dataclasses.replace(x.resolved_mask, lists=lists))
+    if isinstance(x, Operands):
+        x = x._replace(resolved_mask=x.resolved_mask.for_key_heads(keys, x.query.shape[2]))
     return x._replace(key=take(x.key), value=take(x.value))
 
 

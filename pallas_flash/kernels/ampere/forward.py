@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.kernels.decoding import forward as decode
+from pallas_flash.kernels import decoding
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import PaddedRows, flat, pad
 from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles, padded_length
@@ -91,7 +91,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
     if tiles.decode is not None:
-        return decode.forward(problem, tiles.decode, x)
+        return decoding.decode(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     length = schedule.ceil_div(p.queries, t.block_q) * t.block_q
     fields = jax.tree.leaves(statistics.types(p, t.block_q))

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
-from pallas_flash.kernels.decoding import listed_keys, sliced_k
+from pallas_flash.kernels.decoding import sliced_k
 from pallas_flash.kernels.decoding.gather import KeySource
 from pallas_flash.kernels.decoding.listed_keys import ListedKeys
 from pallas_flash.kernels.mma import tile
@@ -147,18 +147,11 @@ def forward(
     problem: Problem,
     tiles: DecodeTiles,
     x: Operands,
-    table: PageTable | None = None,
-    scales=(None, None),
+    table: PageTable | ListedKeys | None,
+    scales: tuple,
 ):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a `table` keys
-    and values are pages, which have `scales` where they are in 8 bits."""
-    if problem.resolved_mask.lists is None:
-        return _forward(problem, tiles, x, table, scales)
-    decoding, *arguments = listed_keys.as_decoding(problem, x, table, scales)
-    return listed_keys.results(problem, *_forward(decoding, tiles, *arguments))
-
-
-def _forward(problem: Problem, tiles: DecodeTiles, x: Operands, table, scales):
+    and values are pages, or keys that lists name, which have `scales` where they are in 8 bits."""
     (p, rows), t = split_kv.pack_gqa(problem, x, score_mod=True), tiles
     resolved_mask, keys = _mask(problem, x.resolved_mask, t)
     rows = rows._replace(resolved_mask=resolved_mask)

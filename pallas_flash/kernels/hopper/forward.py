@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.kernels import decoding
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.forward_consumer import (
     ForwardConsumer,
@@ -81,9 +82,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     logits are in base e."""
     if tiles.decode is not None:
         # it takes a newer jax than the choice of tiles does
-        from pallas_flash.kernels.decoding import forward as decode
-
-        return decode.forward(problem, tiles.decode, x)
+        return decoding.decode(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     check(t, p.dtype)
     inputs = _inputs(p, t, x)

@@ -80,9 +80,7 @@ class MosaicFamily(Family, PageReader):
         return tuning.decode_tiles(problem, pages.page, pages.stored)
 
     def forward_from_pages(self, problem, tiles, x, table, scales):
-        from pallas_flash.kernels.decoding import forward as decode
-
-        return decode.forward(problem, tiles, x, table, scales)
+        return decoding.decode(problem, tiles, x, table, scales)
 
     def takes_lists_of_pages(self, problem):
         return True
