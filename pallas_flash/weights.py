@@ -27,7 +27,7 @@ from pallas_flash.problem.implementation import no_empty_axis
 from pallas_flash.tiled import reference
 from pallas_flash.tiled.blockwise import tuning
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists import passes
+from pallas_flash.tiled.lists import entry_weights
 from pallas_flash.tiled.lists.tuning import BY_QUERY
 
 
@@ -275,5 +275,5 @@ def _listed_weights(call: ListedWeightsCall):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _jitted_weights(problem: Problem, tiles: Tiles, x: Operands, lse):
-    weights = passes.listed_weights(problem, tiles, x, jnp.swapaxes(lse, 1, 2))
+    weights = entry_weights(problem, tiles, x, jnp.swapaxes(lse, 1, 2))
     return jnp.swapaxes(weights, 1, 2)

@@ -25,7 +25,7 @@ def why_not_with_decoding(problem: Problem, multiply: str) -> str | None:
     """`operations.why_not` for a family whose own kernels know heads up to `WIDEST`, and whose
     decoding, by mma, knows wider ones."""
     p = problem
-    has_lists = is_only_way(p)
+    has_lists = p.resolved_mask.lists is not None
     if not has_lists and (p.head_size <= WIDEST or not split_kv.is_decoding(p)):
         has_latents = p.head_size > WIDEST and p.values_are_keys and p.is_static
         rows = split_kv.why_not(p) if has_latents else None
@@ -35,17 +35,12 @@ def why_not_with_decoding(problem: Problem, multiply: str) -> str | None:
     return joined(lacking, beside_lists, why_not(_in_16_bits(p)))
 
 
-def is_only_way(problem: Problem) -> bool:
-    """Whether no other kernels run a problem: decoding alone gathers the keys of lists."""
-    return problem.resolved_mask.lists is not None
-
-
 def decode(problem: Problem, tiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a PageTable keys
     and values are pages, which have `scales` where they are in 8 bits."""
     from pallas_flash.kernels.decoding import forward, listed_keys
 
-    if not is_only_way(problem):
+    if problem.resolved_mask.lists is None:
         return forward.forward(problem, tiles, x, table, scales)
     decoding, *arguments = listed_keys.as_decoding(problem, x, table, scales)
     return listed_keys.results(problem, *forward.forward(decoding, tiles, *arguments))
@@ -80,7 +75,7 @@ def why_no_pages(problem: Problem, pages: Pages) -> str | None:
             f"it reads keys and values in 8 bits, or neither; got {pages.alone} alone in {dtype}: "
             "triton and blockwise take them"
         )
-    has_lists = is_only_way(p)
+    has_lists = p.resolved_mask.lists is not None
     if not has_lists and page % 64 and (page < 8 or 64 % page):
         return f"it takes pages of 8, 16, 32 or a multiple of 64 keys; got {page}"
     columns = page_columns(p, ROWS if has_lists else page, dtype)
@@ -124,7 +119,7 @@ def copies(problem: Problem) -> str | None:
     sizes = padded(problem)
     if problem.values_are_keys:
         del sizes["Hv"]
-    if is_only_way(problem):
+    if problem.resolved_mask.lists is not None:
         del sizes["S"]
     return operations.copies(**sizes)
 

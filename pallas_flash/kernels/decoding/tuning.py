@@ -4,7 +4,7 @@ import functools
 import itertools
 
 from pallas_flash.jax_support import hardware
-from pallas_flash.kernels.decoding import forward, is_only_way, listed_keys
+from pallas_flash.kernels.decoding import forward, listed_keys
 from pallas_flash.kernels.mma.memory import fits
 from pallas_flash.kernels.mma.tile_sizes import DecodeTiles, Gpu
 from pallas_flash.kernels.mosaic.launch import shared_bytes
@@ -15,6 +15,11 @@ PAGE = 64  # keys, where they are not in pages
 # Of splits where lists name the keys: of 512 tokens of MLA with 2048 keys each, whose products take
 # 2.2 ms at 130 TFLOP/s, an A100's memory moves the outputs of two splits in 0.13 ms
 MIN_GAIN_OF_LISTS = 1.1
+
+
+def is_only_way(problem: Problem) -> bool:
+    """Whether no other kernels run a problem: decoding alone gathers the keys of lists."""
+    return problem.resolved_mask.lists is not None
 
 
 def tiles_if_decoding(problem: Problem) -> DecodeTiles | None:

@@ -7,8 +7,7 @@ from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.implementation import PageReader, no_empty_axis
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages
-from pallas_flash.tiled import blockwise
-from pallas_flash.tiled.lists import passes
+from pallas_flash.tiled import blockwise, lists
 from pallas_flash.tiled.lists.tuning import BY_QUERY
 from pallas_flash.tiled.online_softmax import RowLse
 
@@ -54,7 +53,7 @@ class Blockwise(PageReader):
 
     def forward_from_pages(self, problem, tiles, x, table, scales):
         has_lists = problem.resolved_mask.lists is not None
-        by = passes.forward_from_pages if has_lists else blockwise.decode.forward
+        by = lists.forward_from_pages if has_lists else blockwise.decode.forward
         return by(problem, tiles, x, table, scales)
 
     def copies_prompts(self, problem):

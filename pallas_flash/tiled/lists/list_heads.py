@@ -1,12 +1,10 @@
-"""A list head: the query heads that share a list and a key/value head. Its operands, and the loop
-over all list heads."""
+"""A list head: the query heads that share a list and a key/value head; its operands, and what a
+walk over its tiles sums."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled.blockwise.derivatives import Slices
@@ -64,8 +62,8 @@ class ListHead(NamedTuple):
 
     def keys_and_values(self, x: Operands, dtype):
         """Keys and values, as `by_block`; no values where these are the keys' first columns."""
-        of_values = None if self.problem.values_are_keys else self.by_block(x.value, dtype)
-        return self.by_block(x.key, dtype), of_values
+        values = None if self.problem.values_are_keys else self.by_block(x.value, dtype)
+        return self.by_block(x.key, dtype), values
 
     def slices(self, x: Gradients, dtype) -> Slices:
         """Operands or their tangents, None where zero: `queries`, keys and values `by_block`, and
@@ -129,31 +127,6 @@ class Sums(NamedTuple):
     def shared(self) -> dict:
         """The gradients that all list heads add to."""
         return dict(bias=self.bias, captured=self.captured)
-
-
-def each_list_head(p: Problem, at_once: bool, one_head: Callable, start: Sums):
-    """Runs sums, of_rows = one_head(number, sums) for all list heads. Returns of_rows
-    [B, list heads, ..], and the sums, of keys and values [B, K, ..].
-
-    Where all list heads add to an array they go one after the other: each would need its own.
-    """
-    of_each = list_heads(p) // p.kv_heads
-
-    def one_key_head(shared, number):
-        step = lambda sums, i: one_head(number * of_each + i, sums)
-        heads = jnp.arange(of_each, dtype=jnp.int32)
-        sums, of_rows = lax.scan(step, start._replace(**shared), heads)
-        return sums.shared, (of_rows, sums.key, sums.value)
-
-    numbers, shared = jnp.arange(p.batch * p.kv_heads, dtype=jnp.int32), start.shared
-    if at_once and not jax.tree.leaves(shared):
-        _, of_heads = jax.vmap(lambda number: one_key_head(shared, number))(numbers)
-    else:
-        shared, of_heads = lax.scan(one_key_head, shared, numbers)
-    by_batch = lambda a, axes: a.reshape(p.batch, -1, *a.shape[axes:])
-    of_rows, *of_keys = of_heads
-    of_rows = jax.tree.map(lambda a: by_batch(a, 2), of_rows)
-    return of_rows, Sums(*(a if a is None else by_batch(a, 1) for a in of_keys), **shared)
 
 
 def from_list_heads(x):

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
         if (mod := mask.resolved.mask_mod) is not None:
             visible = visible & mod.visible(*tile.indices(mod))
         if mask.dense is not None:
-            visible = visible & tile.of_pairs(mask.dense)
+            visible = visible & tile.pairs(mask.dense)
         return tile._replace(visible=visible)
 
     @property
@@ -60,13 +60,13 @@ class Tile(NamedTuple):
         each = zip((head, *self.row_and_key), x.shape[2:], strict=True)
         return 0, 0, *(index if n > 1 else zero for index, n in each)
 
-    def of_pairs(self, x):
+    def pairs(self, x):
         """The elements of a dense x, which broadcast to all pairs; None of None."""
         return None if x is None else x[self.place(x)]
 
     def products(self, q, k) -> tuple:
         """q k^T of the pairs, their bias and the indices of the score_mod, or None."""
-        score, bias = self.head.logits.score, self.of_pairs(self.head.logits.bias)
+        score, bias = self.head.logits.score, self.pairs(self.head.logits.bias)
         return dot_t(q, k), bias, None if score is None else self.indices(score)
 
     def drop(self, weights):
@@ -164,10 +164,17 @@ class Entries(NamedTuple):
         hold NaN)."""
         return jnp.where(tile.visible.any((1, 2))[..., None], x.gather(self.index), 0)
 
+    def keys_and_values(self, tile: Tile, key: KeyBlocks, value: KeyBlocks | None):
+        """The keys and values of a tile; without blocks of values these are the keys' first
+        columns."""
+        k = self.gather(tile, key)
+        size = tile.head.problem.value_size
+        return k, k[..., :size] if value is None else self.gather(tile, value)
+
     def slices(self, tile: Tile, x: Slices, query) -> Slices:
         """The differentiable arrays of a tile: its list head's, and its rows of the query."""
         key, value = (None if a is None else self.gather(tile, a) for a in (x.key, x.value))
-        return Slices(query, key, value, tile.of_pairs(x.bias), x.captured)
+        return Slices(query, key, value, tile.pairs(x.bias), x.captured)
 
     def add(self, tile: Tile, sums: Sums, dk, dv, dbias, captured) -> Sums:
         """The sums with a tile's gradients of keys, values and bias added."""

@@ -50,16 +50,16 @@ def costs(p: Problem) -> dict[str, float]:
     """The cost of each walk on a CPU, by its name."""
     lists, pairs = p.resolved_mask.lists, Pairs.count(p)
     _, L, _, n = lists.entries.shape
-    rows, of_tile = list_rows(p), lists_of_tile(p)
+    rows, per_tile = list_rows(p), lists_of_tile(p)
     visited = p.heads * pairs.visible * (1 + LIST_HEAD * L / p.heads)
     gathered = p.queries * n * lists.block  # hidden pairs too
     list_heads = p.heads * lists.query_block // rows
     entries = pairs.named / (lists.block * lists.query_block)  # of the lists of a list head
-    tiles = list_heads * (entries / of_tile + lists.blocks / 2)
+    tiles = list_heads * (entries / per_tile + lists.blocks / 2)
     return {
         DENSE: visited + p.kv_heads * p.keys * COPY,
         BY_QUERY: p.heads * gathered * (GATHERED + KEY / rows),
-        BY_KEY: tiles * (of_tile * rows * (PAIR * lists.block + ROW) + STEP),
+        BY_KEY: tiles * (per_tile * rows * (PAIR * lists.block + ROW) + STEP),
     }
 
 

@@ -18,8 +18,8 @@ from pallas_flash.tiled.lists.tuning import BY_KEY, BY_QUERY
 class Walk(NamedTuple):
     """A way over the tiles of a list head.
 
-    each_tile(head, tiles, step, sums, start, *by_row) runs sums, of_rows = step(sums, of_rows,
-    tile, entries, *by_row) for all tiles, and returns the last sums and of_rows. In a step
+    each_tile(head, tiles, step, sums, start, *by_row) runs sums, results = step(sums, results,
+    tile, entries, *by_row) for all tiles, and returns the last sums and results. In a step
     arrays by row, [T, ..], have the tile's rows, [l, r, ..]. Results by row begin as `start`; if
     tiles have whole rows, a step gets None in their place.
     """
@@ -44,16 +44,16 @@ def each_chunk(head: ListHead, tiles: Tiles, step: Callable, sums, _, *by_row):
         x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)))
         return x.reshape(count, chunk, lists.query_block, *x.shape[1:])
 
-    def one(sums, of_chunk):
-        entries, rows, *by_row = of_chunk
+    def one(sums, a_chunk):
+        entries, rows, *by_row = a_chunk
         entries = Entries(entries, tiles.lists.in_order)
         tile = Tile.take(head, rows, entries.keys(lists.block))
         return step(sums, None, tile, entries, *by_row)
 
     chunks = entries.reshape(count, chunk, -1), *jax.tree.map(split, (head.rows, *by_row))
-    sums, of_rows = lax.scan(one, sums, chunks)
+    sums, results = lax.scan(one, sums, chunks)
     join = lambda x: x.reshape(-1, *x.shape[3:])[: head.problem.queries]
-    return sums, jax.tree.map(join, of_rows)
+    return sums, jax.tree.map(join, results)
 
 
 # ---- by key ----
@@ -67,7 +67,7 @@ class InvertedLists(NamedTuple):
     count: int  # of lists
 
     @classmethod
-    def of(cls, entries, blocks: int) -> "InvertedLists":
+    def invert(cls, entries, blocks: int) -> "InvertedLists":
         """Inverts lists [lists, n], in which entries from `blocks` on name nothing."""
         index = lax.broadcasted_iota(jnp.int32, entries.shape, 0)
         # XLA sorts constants while it compiles, in a loop
@@ -102,7 +102,7 @@ def each_entry(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_ro
     """
     p, size = head.problem, tiles.lists.chunk
     lists, group = p.resolved_mask.lists, p.heads // list_heads(p)
-    inverted = InvertedLists.of(_visible_entries(head), lists.blocks)
+    inverted = InvertedLists.invert(_visible_entries(head), lists.blocks)
     by_list = lambda x: _split(x, inverted.count + size, lists.query_block)
     all_rows, by_row, start = jax.tree.map(by_list, (head.rows, by_row, start))
 
@@ -111,18 +111,18 @@ def each_entry(head: ListHead, tiles: Tiles, step: Callable, sums, start, *by_ro
         keys = entries.keys(lists.block)
 
         def one_tile(number, carry):
-            sums, of_rows = carry
+            sums, results = carry
             at = inverted.tile(index, number, size)
             tile = Tile.take(head, jax.tree.map(lambda x: _gather(x, at), all_rows), keys)
-            old, of_tile = jax.tree.map(lambda x: _gather(x, at, group), (of_rows, by_row))
-            sums, new = step(sums, old, tile, entries, *of_tile)
-            return sums, jax.tree.map(lambda x, new: _put(x, at, new), of_rows, new)
+            old, tile_rows = jax.tree.map(lambda x: _gather(x, at, group), (results, by_row))
+            sums, new = step(sums, old, tile, entries, *tile_rows)
+            return sums, jax.tree.map(lambda x, new: _put(x, at, new), results, new)
 
         return schedule.loop(0, inverted.tiles(index, size), one_tile, carry)
 
-    sums, of_rows = schedule.loop(0, lists.blocks, one_entry, (sums, start))
+    sums, results = schedule.loop(0, lists.blocks, one_entry, (sums, start))
     join = lambda x: x.reshape(-1, group, *x.shape[2:])[: p.queries]
-    return sums, jax.tree.map(join, of_rows)
+    return sums, jax.tree.map(join, results)
 
 
 def _visible_entries(head: ListHead):
