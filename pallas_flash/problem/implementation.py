@@ -41,7 +41,7 @@ class Implementation(abc.ABC):
 
     def takes_lists(self, problem: Problem) -> bool:
         """Whether it attends by a problem's lists of keys; else by a table of their blocks."""
-        return False
+        return self.is_dense
 
     # ---- its passes ----
 

@@ -150,9 +150,6 @@ class Reference(Implementation):
     def why_not(self, problem):
         return None
 
-    def takes_lists(self, problem):
-        return True
-
     def tiles(self, problem):
         return None
 

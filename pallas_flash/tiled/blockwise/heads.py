@@ -114,8 +114,7 @@ class HeadSlice(NamedTuple):
             return blocks.visit(visit, start, masked_first=True)
         if not key_blocks:
             return start
-        is_hidden = mask.dense is not None or mask.lists is not None
-        can_be_finite, carry = self.logits.are_products and not is_hidden, first
+        can_be_finite, carry = self.logits.are_products and not mask.hides_pairs, first
         for keys, needs_mask, rows_see_one in key_blocks:
             visible = mask.visible(rows, keys, needs_mask)
             carry = step(keys, visible, rows_see_one and can_be_finite, carry)

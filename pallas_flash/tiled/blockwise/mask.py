@@ -51,6 +51,11 @@ class TileMask(NamedTuple):
         """Whether the intervals are data, whatever the mask_mod."""
         return dataclasses.replace(self.resolved, mask_mod=None).has_data
 
+    @property
+    def hides_pairs(self) -> bool:
+        """Whether it may hide any pair, whatever the interval, document and mask_mod."""
+        return self.dense is not None or self.lists is not None
+
     def zero_blind_rows(self, x):
         """x [B, K, G, T, n] with 0 for rows that see nothing, where there may be NaN."""
         if not self.has_data:
