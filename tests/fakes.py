@@ -99,7 +99,7 @@ FORWARDS = dict(
 class Fake(Implementation):
     """An implementation that runs everything, by these functions."""
 
-    own_kernels = True
+    platform = "gpu"
     forward = backward = None  # each has its own
 
     def __init__(self, name: str, forward, backward, by_kernel=None):

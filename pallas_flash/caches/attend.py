@@ -199,9 +199,8 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
     operands = operands._replace(**{name: x for name, (x, _) in arrays.items()})
     operands, scales = varying.vary_alike((operands, scales))
     is_requested = selection.requested(call.implementation) is not None
-    traced_without_gpu = hardware.here().platform != "gpu"
-    read = PagedPass(implementation, is_requested, traced_without_gpu, problem, pages)
-    o, stats = (read.bind if read.needs_gpu else read.run)(operands, table, scales)
+    read = PagedPass(implementation, is_requested, hardware.here().platform, problem, pages)
+    o, stats = (read.bind if read.needs_platform else read.run)(operands, table, scales)
     log_base = implementation.log_base(problem)
     rows = autodiff.lse_and_largest(log_base, problem, operands, stats)
     return o, *jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), rows)

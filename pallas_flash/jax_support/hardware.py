@@ -9,6 +9,9 @@ from jax.sharding import AbstractDevice
 
 from pallas_flash.jax_support import gpus
 
+# platforms that a program is lowered for, each with that of its jax.Device, for which there may be
+# kernels
+PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 # parameters of jax's GPU interpreter, and the effects of kernels there: tests put them here, and a
 # GPU of any family is simulated
 interpret: Any = None

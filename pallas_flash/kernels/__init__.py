@@ -25,7 +25,7 @@ class Family(Implementation):
     """A family of kernels. Its methods import them when they are first needed, and with them Mosaic
     or Triton."""
 
-    own_kernels = True
+    platform = "gpu"
 
     @abc.abstractmethod
     def import_kernels(self) -> None:
@@ -42,9 +42,10 @@ class Family(Implementation):
         return None
 
     def why_not_by_default(self, problem):
-        if hardware.here().platform == "gpu":
+        if hardware.here().platform == self.platform:
             return None
-        return "the call is not for a GPU: it would run in Pallas' interpreter, slowly"
+        device = self.platform.upper()
+        return f"the call is not for a {device}: it would run in Pallas' interpreter, slowly"
 
     def log_base(self, problem):
         return problem.log_base

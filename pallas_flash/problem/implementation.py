@@ -17,7 +17,8 @@ class Implementation(abc.ABC):
     too. Each has one instance, in the table of all: choose/implementations.py."""
 
     name: str
-    own_kernels: ClassVar[bool] = False  # not XLA's: by default only after the self-check
+    # of the devices that its own kernels are for, as jax.Device has it; None: XLA's run anywhere
+    platform: ClassVar[str | None] = None
     # whether Pallas' interpreter runs its kernels where there is no GPU
     is_interpretable: ClassVar[bool] = True
     # whether it is a few products of whole arrays, which JAX differentiates, and vmap and XLA's
@@ -28,6 +29,11 @@ class Implementation(abc.ABC):
 
     def __repr__(self):
         return self.name  # a jaxpr prints it often
+
+    @property
+    def own_kernels(self) -> bool:
+        """Whether it has kernels that are not XLA's: by default only after the self-check."""
+        return self.platform is not None
 
     # ---- whether it runs a problem ----
 

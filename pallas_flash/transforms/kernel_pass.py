@@ -1,8 +1,8 @@
 """A pass of an implementation as one equation with four rules.
 
 Under vmap it is one call of more batch rows; over an axis of an explicit mesh a jax.shard_map; on a
-mesh with Auto axes what XLA's partitioner makes of it. Kernels in a program for a platform without
-GPUs are blockwise's.
+mesh with Auto axes what XLA's partitioner makes of it. Kernels in a program for a platform that has
+none are blockwise's.
 
 Within jit the device that will run the program is unknown. A call that is traced where a GPU is the
 default takes its kernels; blockwise replaces them in a program that is lowered for another
@@ -34,31 +34,33 @@ from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 from pallas_flash.tiled.online_softmax import DeltaTerms, RowScale, SoftmaxState, finite
 from pallas_flash.transforms import equation
 
-GPUS = "cuda", "rocm"  # platforms
-ON_GPU = equation.primitive("flash_attention_on_gpu")
+ON_PLATFORM = {
+    platform: equation.primitive(f"flash_attention_on_{platform}")
+    for platform in set(hardware.PLATFORMS.values())
+}
 ANYWHERE = equation.primitive("flash_attention_call")
 _log = logging.getLogger("pallas_flash")
 
 
 @dataclasses.dataclass(frozen=True)
 class ByPlatform(equation.Rules):
-    """Lowers `run`, or `run_elsewhere` where kernels were traced for a GPU and the program is
-    lowered for another platform; kernels that were requested by name raise there."""
+    """Lowers `run`, or `run_elsewhere` where kernels were traced for their platform and the program
+    is lowered for another one; kernels that were requested by name raise there."""
 
     implementation: Implementation
     is_requested: bool
-    traced_without_gpu: bool
+    traced_on: str  # the platform of the device that the call was traced for
 
     @property
-    def needs_gpu(self) -> bool:
-        """Whether `run` is for GPUs alone. Kernels that were requested by name and that Pallas'
-        interpreter can run are used everywhere."""
+    def needs_platform(self) -> bool:
+        """Whether `run` is for the platform of its kernels alone. Kernels that were requested by
+        name and that Pallas' interpreter can run are used everywhere."""
         runs_anywhere = self.is_requested and self.implementation.is_interpretable
-        return self.implementation.own_kernels and not self.traced_without_gpu and not runs_anywhere
+        return self.implementation.platform == self.traced_on and not runs_anywhere
 
     @property
     def primitive(self):
-        return ON_GPU if self.needs_gpu else ANYWHERE
+        return ON_PLATFORM[self.traced_on] if self.needs_platform else ANYWHERE
 
     def run_elsewhere(self, like, *args):
         """The results of `run` by blockwise, in the form of `like`."""
@@ -72,7 +74,8 @@ class ByPlatform(equation.Rules):
         name = self.implementation.name
         if self.is_requested:
             raise NotImplementedError(
-                f"implementation {name!r} runs on GPUs only, but the program is lowered for "
+                f"implementation {name!r} runs on {self.traced_on.upper()}s only, but the program "
+                "is lowered for "
                 'another platform; implementation=None takes "blockwise" there.'
             )
         like = jax.tree.unflatten(out_tree, jaxpr.out_avals)
@@ -81,17 +84,20 @@ class ByPlatform(equation.Rules):
             return mlir.lower_fun(flat, multiple_results=True)(ctx, *leaves)
 
     def _warn(self, target: jax_internals.Target, jaxpr):
-        """Warns of a program for a GPU that calls an implementation without kernels, chosen by
-        default for a call that was not traced for a GPU, or that is exported with Triton
-        kernels."""
-        gpus = [platform for platform in target.platforms if platform in GPUS]
-        if gpus and self.traced_without_gpu and not self.is_requested:
+        """Warns of a program for a platform with kernels that calls an implementation without,
+        chosen by default for a call that was traced for another one, or that is exported with
+        Triton kernels."""
+        has_kernels = [x for x in target.platforms if x in hardware.PLATFORMS]
+        missed = [x for x in has_kernels if hardware.PLATFORMS[x] != self.traced_on]
+        if missed and not self.is_requested:
+            device = hardware.PLATFORMS[missed[0]].upper()
             _once(
-                f'a program for {gpus[0]} runs "{self.implementation.name}", not the GPU kernels, '
-                "since it was not traced for a GPU. Trace it where a GPU is the default device, or "
-                "under jax.sharding.use_abstract_mesh with a GPU as abstract_device."
+                f'a program for {missed[0]} runs "{self.implementation.name}", not the {device} '
+                f"kernels, since it was not traced for a {device}. Trace it where a {device} is "
+                "the default device, or under jax.sharding.use_abstract_mesh with a "
+                f"{device} as abstract_device."
             )
-        if gpus and target.is_export and "pallas_call" in str(jaxpr):
+        if has_kernels and target.is_export and "pallas_call" in str(jaxpr):
             _once(
                 "the exported program contains Triton kernels, for which jax guarantees no "
                 "compatibility: jax.export needs disabled_checks="
@@ -100,9 +106,10 @@ class ByPlatform(equation.Rules):
             )
 
 
-for _platform in GPUS:
-    mlir.register_lowering(ON_GPU, equation.lower, platform=_platform)
-mlir.register_lowering(ON_GPU, functools.partial(equation.lower, method="lower_elsewhere"))
+for _target, _platform in hardware.PLATFORMS.items():
+    mlir.register_lowering(ON_PLATFORM[_platform], equation.lower, platform=_target)
+for _primitive in ON_PLATFORM.values():
+    mlir.register_lowering(_primitive, functools.partial(equation.lower, method="lower_elsewhere"))
 
 
 @functools.cache
@@ -300,9 +307,8 @@ def wrap(
         mesh = AxisType.Auto
     if is_dense and mesh is None:
         return choice
-    traced_without_gpu = hardware.here().platform != "gpu"
-    checked = checked_tangent, is_right
-    choice = choice.wrap(KernelPass, is_requested, traced_without_gpu, mesh, *checked)
+    traced_on, checked = hardware.here().platform, (checked_tangent, is_right)
+    choice = choice.wrap(KernelPass, is_requested, traced_on, mesh, *checked)
     if mesh is AxisType.Auto:
         # jax looks into the jaxpr of a program for equations whose lowering needs the devices
         return choice._replace(traces_at_once=True)
