@@ -2,38 +2,37 @@
 sums what it owns, so the bits are the same each time.
 
 In one kernel a program owns a tile of keys and sums dK and dV over the queries; in another it owns
-a tile of queries and sums dQ over the keys; with a bias there is a third, which owns a tile of the
-bias's gradient. Each computes P again from the log-sum-exp.
+a tile of queries and sums dQ over the keys. With a bias there is a third, which owns a tile of the
+bias's gradient; and one for each table that a score_mod reads, which owns entries of its gradient.
+Each computes P again from the log-sum-exp.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_flash.kernels.pallas_call import mods, tile
-from pallas_flash.kernels.triton import tables
+from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
 from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.mods import captured
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
+
+TABLE_ENTRIES = 128  # that a program owns, at most
 
 
 def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
     """The gradients of q, k, v, the bias, and the arrays that a score_mod reads."""
-    dk, dv = _dkv(problem, tiles.dkv, x, do, lse, delta)
-    bias, captured = of_scores(problem, tiles, x, lse, do, delta)
-    dq = _dq(problem, tiles.dq, x, do, lse, delta)
-    return Gradients(dq, dk, dv, bias, captured=captured)
-
-
-def of_scores(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> tuple:
-    """The gradients of the bias, None without one, and of the arrays that a score_mod reads."""
-    args = problem, tiles.dq, x, do, lse, delta
-    bias = None if x.bias is None else _dbias(*args)
-    return bias, () if x.score is None else tables.gradients(*args)
+    p, t, rows = problem, tiles, (do, lse, delta)
+    dk, dv = _dkv(p, t.dkv, x, *rows)
+    dbias = None if x.bias is None else _dbias(p, t.dq, x, *rows)
+    dtables = () if x.score is None else _dtables(p, t.dq, x, *rows)
+    dq = _dq(p, t.dq, x, *rows)
+    return Gradients(dq, dk, dv, dbias, captured=dtables)
 
 
 def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
@@ -150,10 +149,10 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     summed = [axis for axis, (whole, parts) in enumerate(((b, B), (n, N))) if whole < parts]
     out = jax.ShapeDtypeStruct((B, N, t, s), jnp.float32 if summed else x.bias.dtype)
     index = lambda j, i, n, b: dict(b=b, n=n, t=i, s=j)
-    of_bias = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
+    bias_grid = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
     (dbias,) = grid.launch(
         *(_dbias_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
-        out=[(out, of_bias.spec("bnts", out))],
+        out=[(out, bias_grid.spec("bnts", out))],
         name="flash_attention_dbias",
     )
     return jnp.sum(dbias, summed, keepdims=True).astype(x.bias.dtype) if summed else dbias
@@ -210,3 +209,132 @@ def _dbias_kernel(
     rows = None if broadcast_q else tile.span(program_i, tiles.block_q, p.queries).inside
     keys = None if broadcast_k else tile.span(program_j, tiles.block_k, p.keys).inside
     tile.store(dbias_ref, dbias, rows, keys)
+
+
+def _dtables(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
+    """The gradient of each table that a score_mod reads: a sum over all pairs that read an entry,
+    always in one order."""
+    totals = [jnp.zeros_like(table) for table in x.score.tables]
+    number = 0
+    for read, (index, _) in zip(
+        x.score.mod.reads, x.score.captured_by_head(p.batch, p.heads), strict=True
+    ):
+        if read.array < len(totals):
+            sums = _dtable(p, tiles, mods.flatten(x), do, lse, delta, read, number)
+            total = _table_gradient(sums, index, read, totals[read.array].shape)
+            totals[read.array] = totals[read.array] + total.astype(totals[read.array].dtype)
+            number += 1
+    return tuple(totals)
+
+
+def _table_gradient(sums, index: tuple, read: captured.Read, shape: tuple[int, ...]):
+    """The gradient of a table from the sums [B, N, entries of the axes that differ]."""
+    same, differ = read.axes
+    sizes = [shape[axis] for axis in same]
+    place = jnp.broadcast_to(
+        captured.flat_index([index[axis] for axis in same], sizes), sums.shape[:2]
+    )
+    here = (place[..., None] == jnp.arange(math.prod(sizes), dtype=jnp.int32)[None, None]).astype(
+        sums.dtype
+    )
+    total = jnp.einsum("bnf,bne->fe", here, sums, precision="highest")
+    return jnp.moveaxis(
+        total.reshape([shape[axis] for axis in same + differ]), range(len(shape)), same + differ
+    )
+
+
+def _dtable(
+    p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: captured.Read, number: int
+):
+    """The sums [B, N, entries of the axes that differ] for read `number` of the tables. A program
+    owns up to TABLE_ENTRIES of them, for one batch row and head. Where these read a single entry,
+    it owns the part of the sum that comes from a tile of queries."""
+    shape = x.score.mod.arrays[read.array].aval.shape
+    entries = math.prod(shape[axis] for axis in read.axes[1])
+    size = min(TABLE_ENTRIES, power_of_two(entries)) if entries > 1 else 1  # of a program
+    programs = (
+        schedule.ceil_div(entries, size)
+        if entries > 1
+        else schedule.ceil_div(p.queries, tiles.block_q)
+    )
+    index = lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group)
+    out = jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)
+    (sums,) = tile.grid(p, tiles, (programs, p.heads, p.batch), index).launch(
+        *(_dtable_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        out=[(out, pl.BlockSpec((None, None, size), lambda e, n, b: (b, n, e)))],
+        name="flash_attention_dtable",
+        **dict(read=read, number=number, entries=entries),
+    )
+    return sums if entries > 1 else jnp.sum(sums, axis=2, keepdims=True)
+
+
+def _dtable_kernel(
+    x: Operands,
+    do_ref,
+    lse_ref,
+    delta_ref,
+    sums_ref,
+    *,
+    problem: Problem,
+    tiles: Tiles,
+    read: captured.Read,
+    number: int,
+    entries: int,
+):
+    p, part, pair = (
+        problem,
+        pl.program_id(0) if entries > 1 else 0,
+        (pl.program_id(2), pl.program_id(1)),
+    )
+    entry_span, end = tile.span(part, sums_ref.shape[0], entries), (part + 1) * sums_ref.shape[0]
+
+    def query_tile(i, sums):
+        row = tile.span(i, tiles.block_q, p.queries)
+        mask = tile.mask(x.resolved_mask, row, p.queries, pair=pair)
+        refs = tile.GradientRows(
+            *(ref.at[row.slice] for ref in (x.query, do_ref, lse_ref, delta_ref))
+        )
+        rows = refs.load(p, row, mask.valid(row, True))
+
+        def key_tile(j, sums):
+            key = tile.span(j, tiles.block_k, p.keys)
+            mod = tile.score_mod(x, row, key, pair)
+            entry = _entry(mod, read)
+            first = jnp.maximum(jnp.min(entry), end - sums_ref.shape[0])
+            last = jnp.minimum(jnp.max(entry) + 1, end)
+
+            def added(_, sums):
+                k, v = tile.keys_and_values(
+                    p, x.key.at[key.slice], x.value.at[key.slice], mask.reach(key, True)
+                )
+                visible = mask.visible(key, tile.dense(x.mask, (), row, key), True)
+                drop = functools.partial(tile.drop, p, x.seeds, (), row, key)
+                bias = tile.dense(x.bias, (), row, key)
+                *_, tables = tile.with_tables(p, rows, k, v, bias, visible, drop, mod)
+                d = tables[number][2].astype(jnp.float32)
+                at_entry = lambda e: jnp.sum(
+                    jnp.where(jnp.broadcast_to(entry, d.shape) == e, d, 0.0)
+                )
+                add = lambda e, sums: sums + jnp.where(entry_span.index == e, at_entry(e), 0.0)
+                return schedule.loop(first, last, add, sums)
+
+            return schedule.loop(0, (first < last).astype(jnp.int32), added, sums)
+
+        blocks = mask.blocks(tiles.block_k)
+        return schedule.loop(blocks.first, blocks.last, key_tile, sums)
+
+    sums = jnp.zeros(sums_ref.shape, jnp.float32)
+    if entries > 1:
+        sums = schedule.loop(0, schedule.ceil_div(p.queries, tiles.block_q), query_tile, sums)
+    else:
+        sums = query_tile(pl.program_id(0), sums)
+    tile.store(sums_ref, sums, entry_span.inside)
+
+
+def _entry(mod: mods.TileMod, read: captured.Read):
+    """The number of the entry that each pair of a tile reads, along the axes that differ."""
+    number = mod.bound.mod.reads.index(read)
+    index, _ = mod.bound.read_captured(mod.read, *mod.indices)[number]
+    differ = read.axes[1]
+    shape = mod.bound.mod.arrays[read.array].aval.shape
+    return captured.flat_index([index[axis] for axis in differ], [shape[axis] for axis in differ])
