@@ -54,9 +54,9 @@ class Triton(Family, PageReader):
         return tuning.decode_tiles(problem)
 
     def forward_from_pages(self, problem, tiles, x, table, scales):
-        from pallas_flash.kernels.triton import decode
+        from pallas_flash.kernels.triton import forward
 
-        return decode.forward(problem, tiles, x, table, scales)
+        return forward.decode(problem, tiles, x, table, scales)
 
 
 TRITON = Triton()
