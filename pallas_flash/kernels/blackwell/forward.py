@@ -2,7 +2,7 @@
 softmaxes run under each other's products; S, P and O lie in tensor memory.
 
 Warpgroups 0 and 1 have the softmax of a tile each. Warpgroup 2 corrects O, and of warpgroup 3 one
-warp begins the products, and one loads (forward_roles.py).
+warp begins the products, and one loads.
 """
 
 import functools
@@ -10,22 +10,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.ampere import forward as mma
-from pallas_flash.kernels.blackwell import forward_roles, tile
+from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, AllTiles, ForwardTiles
-from pallas_flash.kernels.mosaic import (
-    block_info,
-    logits,
-    scheduler,
-    statistics,
-    tma,
-)
+from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics, tma
+from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
-from pallas_flash.kernels.mosaic.registers import opaque
+from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.tma import RaggedRows
 from pallas_flash.problem.arguments import Operands, Problem
+from pallas_flash.tiled import online_softmax, schedule
+from pallas_flash.tiled.online_softmax import SoftmaxState
 
 # Rows for head sizes, with as many stages as shared memory holds. A step, both tiles by 128 keys,
 # takes a B200 8 clocks of products for each column of width and value_width, 2064 of exponentials
@@ -153,18 +152,237 @@ def _kernel(number, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles:
     work = scheduler.query_tile(number, p, t.block_q, t.row_bytes(p.dtype))
     blocks = block_info.visited(x, work, p, t)
     count = opaque(blocks.last) - blocks.first
-    program = forward_roles.Program(
-        p, t, x, o_gmem, stats_gmem, memory, tensor, work, blocks, count
-    )
-    softmax = lambda i: lambda _: forward_roles.Softmax.of_tile(program, i).run()
+    program = Program(p, t, x, o_gmem, stats_gmem, memory, tensor, work, blocks, count)
+    softmax = lambda i: lambda _: Softmax.load(program, i).run()
     specialize(
         *(Role(softmax(i), registers=192) for i in range(t.row_tiles)),
-        Role(lambda _: forward_roles.Correction(program).run(), registers=88),
+        Role(lambda _: Correction(program).run(), registers=88),
         Role(
             tile.warps(
-                lambda: forward_roles.Products(program).run(),
-                lambda: forward_roles.produce(program),
+                lambda: Products(program).run(),
+                lambda: produce(program),
             ),
             registers=40,
         ),
     )
+
+
+# ---- the roles of the warpgroups ----
+
+
+class Program(NamedTuple):
+    """The tiles of queries of a program, and what its roles share."""
+
+    problem: Problem
+    tiles: ForwardTiles
+    x: ForwardInputs
+    o_gmem: Any
+    stats_gmem: list
+    memory: ForwardMemory
+    tensor: TensorMemory
+    work: scheduler.WorkTile
+    blocks: schedule.Blocks  # of keys, at least one
+    count: IntLike  # of them
+
+    @property
+    def row_tiles(self) -> range:
+        return range(self.tiles.row_tiles)
+
+    @property
+    def k(self) -> tile.Ring:
+        m = self.memory
+        return tile.Ring(m.k, m.k_full, m.k_free, self.count)
+
+    @property
+    def v(self) -> tile.Ring:
+        m = self.memory
+        return tile.Ring(m.v, m.v_full, m.v_free, self.count)
+
+    def first_row(self, i: int) -> IntLike:
+        return self.work.tile * self.tiles.block_q + i * ROWS
+
+    def head_rows(self, array, i: int):
+        """The rows of tile i of q or o in global memory."""
+        rows, width = pl.ds(self.first_row(i), ROWS), self.memory.q.shape[2]
+        return tma.head_rows(array, self.work.batch, rows, self.work.head, width)
+
+    def rows_of_head(self, array, i: int):
+        """The rows of tile i of an array [B, N, T] in global memory."""
+        return array.at[self.work.batch, self.work.head, pl.ds(self.first_row(i), ROWS)]
+
+
+def produce(program: Program):
+    """Loads Q, and K and V block by block."""
+    m, t, work = program.memory, program.tiles, program.work
+    for i in program.row_tiles:
+        plgpu.copy_gmem_to_smem(program.head_rows(program.x.q, i), m.q.at[i], m.q_full.at[i])
+    tile.load_keys(t, work, program.x.keys, program.blocks, program.k, program.v)
+
+
+class Products(NamedTuple):
+    """The warp that begins all products, and waits for none but where P lies over S."""
+
+    program: Program
+
+    def run(self):
+        """S of the first block; O += P V of each block and S of the next; O of the last."""
+        program, m, last = self.program, self.program.memory, self.program.count - 1
+        program.k.wait(0)
+        for i in program.row_tiles:
+            plgpu.barrier_wait(m.q_full.at[i])
+            self.scores(i, 0)
+        program.k.release(0)
+        schedule.loop(0, last, self.step, None)
+        program.v.wait(last)
+        for i in program.row_tiles:
+            self.accumulate(i, last)
+            plgpu.tcgen05_commit_arrive(m.o_full.at[i])
+
+    def step(self, n: IntLike, _):
+        """S of a tile follows its P V at once: were all P V first, both tiles would have their
+        softmax at a time, and none under the other's products."""
+        program = self.program
+        program.v.wait(n)
+        program.k.wait(n + 1)
+        for i in program.row_tiles:
+            self.accumulate(i, n)
+            self.await_p_read(i)
+            self.scores(i, n + 1)
+        program.v.release(n)
+        program.k.release(n + 1)
+
+    def scores(self, i: int, n: IntLike):
+        """Begins S = Q K^T of block n."""
+        program, m = self.program, self.program.memory
+        q, k = m.q.at[i, :, : program.tiles.width], program.k.block(n)
+        tile.dot_t(program.tensor.s(i), q, k)
+        plgpu.tcgen05_commit_arrive(m.s_full.at[i])
+
+    def accumulate(self, i: int, n: IntLike):
+        """Begins O += P V of block n, by the parts of P."""
+        program, o = self.program, self.program.tensor.o[i]
+        v = program.v.block(n)
+        for part, p in enumerate(program.tensor.p(i)):
+            plgpu.barrier_wait(program.memory.p_full[part].at[i])
+            accumulate = True if part else n > 0
+            plgpu.tcgen05_mma(o, p, v.at[tile.half_slice(part)], accumulate=accumulate)
+
+    def await_p_read(self, i: int):
+        """Waits until P V has read the P that the next S overwrites. Both run in the order in which
+        they are begun, as far as is known, but PTX promises that only to products that add to the
+        same sums (PTX ISA, section 9.7.16.6.2, Pipelined tcgen05 Instructions)."""
+        t, m = self.program.tiles, self.program.memory
+        if t.p_over_s and not t.in_order:
+            plgpu.tcgen05_commit_arrive(m.p_read.at[i])
+            plgpu.barrier_wait(m.p_read.at[i])
+
+
+class Softmax(NamedTuple):
+    """The warpgroup that makes P of S for one tile of queries, of which each thread has one."""
+
+    program: Program
+    i: int  # which tile
+    logits: logits.Logits
+    mask: TileMask
+
+    @classmethod
+    def load(cls, program: Program, i: int) -> "Softmax":
+        x, work = program.x, program.work
+        head = logits.for_head(program.problem, tile.LAYOUTS, x.logits, work.batch, work.head)
+        mask = head.load_mask(work.batch, program.first_row(i), ROWS)
+        return cls(program, i, head, mask)
+
+    def run(self):
+        """P of all blocks; then l goes to the correction, and the statistics leave."""
+        p, x, m = self.program.problem, self.program.x, self.program.memory
+        sink = None if x.sinks is None else x.sinks[self.program.work.head]
+        stats = online_softmax.start(tile.rows(0.0), p.log_base, sink, p.max_logits)
+        stats = self.program.blocks.visit(self.step, stats)
+        m.l[self.i] = stats.l
+        plgpu.barrier_arrive(m.o_full.at[self.i])
+        written = jax.tree.leaves(statistics.finish(p, stats))
+        for gmem, value in zip(self.program.stats_gmem, written, strict=True):
+            tile.store_rows(self.program.rows_of_head(gmem, self.i), value)
+
+    def step(self, n: IntLike, stats: SoftmaxState, masked: bool):
+        """P of the block at position n, and alpha, by which the correction scales O."""
+        t, m, log_base = self.program.tiles, self.program.memory, self.program.problem.log_base
+        pieces, p_tmem = self.pieces(n), self.program.tensor.p(self.i)
+        s, scale = self.scores(pieces, masked)  # [128, columns] each
+        stats, alpha = online_softmax.raise_maximum(
+            jnp.concatenate(s, axis=1), stats, log_base, scale, t.rescale_threshold
+        )
+        # The correction has read the alpha before: it did so before P V, and S, for which this
+        # warpgroup has waited since, was begun after that.
+        m.alpha[self.i] = alpha
+        plgpu.barrier_arrive(m.alpha_full.at[self.i])
+        exp2 = functools.partial(tile.exp2_of_tile, columns=t.exp2_columns)
+        count = len(pieces) // len(p_tmem)
+        for part, part_tmem in enumerate(p_tmem):
+            p = []
+            for at, x in list(zip(pieces, s, strict=True))[part * count :][:count]:
+                x, stats = online_softmax.weights(x, stats, log_base, scale, exp2)
+                p.append(self.logits.drop(x, at).astype(self.program.problem.dtype))
+            tile.store(part_tmem, 0, p)
+            plgpu.barrier_arrive(m.p_full[part].at[self.i])
+        return stats
+
+    def pieces(self, n: IntLike) -> list[ScoreTile]:
+        """The pieces of the tile's scores that are computed one after the other."""
+        t, program = self.program.tiles, self.program
+        first_key = program.blocks.index(n) * t.block_k
+        whole = self.logits.tile(program.first_row(self.i), first_key, (ROWS, t.block_k))
+        return whole.split(t.columns)
+
+    def scores(self, pieces: list[ScoreTile], masked: bool):
+        """The logits of each piece, once S is there, and a factor that they omit."""
+        program = self.program
+        plgpu.barrier_wait(program.memory.s_full.at[self.i])
+        loaded = tile.load_columns(program.tensor.s(self.i), pl.ds(0, ROWS), program.tiles.columns)
+        s, scales = zip(*map(self.logits.modify, loaded, pieces), strict=True)
+        if masked:
+            s = [self.mask.select(at)(x, -jnp.inf) for x, at in zip(s, pieces, strict=True)]
+        return s, scales[0]
+
+
+class Correction(NamedTuple):
+    """The warpgroup that scales O where a maximum has grown by more than the threshold, off the
+    path from S to P, and writes it in the end."""
+
+    program: Program
+
+    def run(self):
+        """O of the first block needs no scaling."""
+        for i in self.program.row_tiles:
+            plgpu.barrier_wait(self.program.memory.alpha_full.at[i])
+            self.arrive(i)
+        schedule.loop(1, self.program.count, self.step, None)
+        for i in self.program.row_tiles:
+            self.write(i)
+        plgpu.wait_smem_to_gmem(0)
+
+    def step(self, n: IntLike, _):
+        """O *= alpha. P V of the block before has ended: the softmax has waited for S, which was
+        begun after it."""
+        m = self.program.memory
+        for i in self.program.row_tiles:
+            plgpu.barrier_wait(m.alpha_full.at[i])
+            alpha = plgpu.load(m.alpha.at[i], layout=tile.LAYOUTS.row)
+            tile.rescale(self.program.tensor.o[i], alpha)
+            self.arrive(i)
+
+    def arrive(self, i: int):
+        plgpu.barrier_arrive(self.program.memory.p_full[0].at[i])
+
+    def write(self, i: int):
+        """The epilogue: O / l, by way of the shared memory of q."""
+        program, m, t = self.program, self.program.memory, self.program.tiles
+        plgpu.barrier_wait(m.o_full.at[i])
+        l = plgpu.load(m.l.at[i], layout=tile.EPILOGUE.row)
+        for columns in tile.column_slices(t.value_width, 64):
+            o = plgpu.async_load_tmem(program.tensor.o[i].at[:, columns], layout=tile.EPILOGUE.tile)
+            plgpu.wait_load_tmem()
+            o = online_softmax.finish(o, l, program.problem.kept)
+            m.q[i, :, columns] = o.astype(m.q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(m.q.at[i], program.head_rows(program.o_gmem, i))
