@@ -35,7 +35,7 @@ from selection import fast_half, mark_for_a_gpu, one_turn
 
 from pallas_flash.choose.selfcheck import comparison
 from pallas_flash.kernels.triton import tuning as triton
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import Tiles, TritonTiles
 from pallas_flash.tiled import blockwise, split_kv
 
 jax.config.update("jax_num_cpu_devices", 8)  # for tests of meshes; all else runs on the first
@@ -119,7 +119,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(blockwise, "tiles", of_walk)
     monkeypatch.setattr(blockwise.tuning, "SCORES", 1)  # blocks wait for each other
     monkeypatch.setattr(
-        triton, "tiles", lambda p: AllTiles(Tiles(16, 16), Tiles(16, 32), *[Tiles(32, 16)] * 2)
+        triton, "tiles", lambda p: TritonTiles(Tiles(16, 16), Tiles(16, 32), *[Tiles(32, 16)] * 2)
     )
 
 

@@ -17,11 +17,11 @@ from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.kernels.mosaic import elements
 from pallas_flash.kernels.pallas_call import power_of_two
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import Tiles, TritonTiles
 from pallas_flash.transforms import autodiff
 from scripts.bench.gpu_code import as_if_on
 
-TILES = AllTiles(Tiles(16, 32), Tiles(32, 16), Tiles(16, 16))
+TILES = TritonTiles(Tiles(16, 32), Tiles(32, 16), Tiles(16, 16))
 CALLS = {
     "whole tiles": (Sizes(B=1, T=64, S=96, N=2, K=2, H=32, Hv=32), "bfloat16", {}),
     "grouped heads, ragged": (Sizes(N=4), "float32", {}),

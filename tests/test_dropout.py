@@ -23,7 +23,7 @@ from pallas_flash.kernels.classic import flash1, standard
 from pallas_flash.kernels.mosaic import dropout as mosaic_dropout
 from pallas_flash.kernels.mosaic import registers
 from pallas_flash.kernels.triton import tuning as triton
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import Tiles, TritonTiles
 from pallas_flash.tiled import blockwise
 
 # hopper has tests of its own, in jax's GPU interpreter
@@ -104,7 +104,7 @@ def of_tiles(monkeypatch, block_q, block_k):
         "tiles",
         lambda p: blockwise.Tiles(min(block_q, p.queries), min(block_k, p.keys), 1, p.dtype),
     )
-    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(t, t, t, t))
+    monkeypatch.setattr(triton, "tiles", lambda p: TritonTiles(t, t, t, t))
     monkeypatch.setattr(flash1, "tiles", lambda p: flash1.Tiles(block_q, block_k))
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(block_q, block_k))
 

@@ -18,7 +18,7 @@ from pallas_flash import flash_attention
 from pallas_flash.choose import implementations
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.triton import tuning as triton
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import Tiles, TritonTiles
 
 pytestmark = pytest.mark.usefixtures("optimized")
 SIZES = Sizes(B=1, T=37, S=53, N=3, K=3, Hv=11)  # several blocks of the small tiles
@@ -66,7 +66,7 @@ LOGITS = {f"logits of {size:.0e}": large(size) for size in (1e0, 1e4, 1e9, 1e12,
 def alike_tiles(small_tiles, monkeypatch):
     """Forward and backward in tiles of one shape: on some CPUs a product's rounding depends on it,
     and P on that."""
-    monkeypatch.setattr(triton, "tiles", lambda p: AllTiles(*[Tiles(16, 16)] * 4))
+    monkeypatch.setattr(triton, "tiles", lambda p: TritonTiles(*[Tiles(16, 16)] * 4))
 
 
 def gradients(attend):

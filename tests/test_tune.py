@@ -7,7 +7,7 @@ import fakes
 import pytest
 
 from pallas_flash.choose import implementations
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import Tiles, TritonTiles
 from scripts import tune
 
 TINY = (
@@ -29,8 +29,8 @@ def test_every_kernel_is_swept_by_its_own_pass_and_the_row_is_valid_tiles(capsys
     by = dict(forward="forward", dkv="backward", dq="backward", tangent="jvp")
     assert passes == [*by.items()]
     assert printed.count("in use") == 4 and printed.count("| 16 ") == 4
-    row = eval(printed.splitlines()[-1], dict(AllTiles=AllTiles, Tiles=Tiles))
-    assert isinstance(row, AllTiles) and all(
+    row = eval(printed.splitlines()[-1], dict(TritonTiles=TritonTiles, Tiles=Tiles))
+    assert isinstance(row, TritonTiles) and all(
         getattr(row, kernel).block_k in (16, 32) for kernel in by
     )
 

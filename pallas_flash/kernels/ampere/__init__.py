@@ -2,7 +2,7 @@
 
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels import decoding
-from pallas_flash.kernels.mma.tile_sizes import AllTiles, padded_length
+from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, padded_length
 from pallas_flash.kernels.mosaic import operations
 from pallas_flash.kernels.mosaic.family import MosaicFamily
 from pallas_flash.problem.arguments import Problem
@@ -68,7 +68,7 @@ class Ampere(MosaicFamily):
         )
 
 
-def copies(problem: Problem, tiles: AllTiles) -> str | None:
+def copies(problem: Problem, tiles: AmpereTiles) -> str | None:
     """What XLA pads for the kernels in each call, or None."""
     p, t = problem, tiles
     if t.decode is not None:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import PaddedRows, TileMemory
-from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
+from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, Gpu, MmaTiles, Row
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.elements import round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch
@@ -21,30 +21,30 @@ from pallas_flash.tiled import schedule
 
 # Decided as forward.TILES.
 DQ_TILES = (
-    Row(Tiles(64, 64, 128, 32)),
+    Row(MmaTiles(64, 64, 128, 32)),
     # a warp that owns twice the rows reads half as much shared memory for an mma
-    Row(Tiles(128, 128, 128, 32), ("dropout",), Gpu.has_fast_products),
-    Row(Tiles(128, 128, 128, 32, stages=1), ("dropout",), Gpu.has_fast_products),
-    Row(Tiles(128, 128, 64, 32)),
-    Row(Tiles(128, 128, 64, 32, stages=1)),
-    Row(Tiles(256, 256, 64, 16, swizzle=64)),
-    Row(Tiles(256, 256, 64, 16, stages=1, swizzle=64)),
+    Row(MmaTiles(128, 128, 128, 32), ("dropout",), Gpu.has_fast_products),
+    Row(MmaTiles(128, 128, 128, 32, stages=1), ("dropout",), Gpu.has_fast_products),
+    Row(MmaTiles(128, 128, 64, 32)),
+    Row(MmaTiles(128, 128, 64, 32, stages=1)),
+    Row(MmaTiles(256, 256, 64, 16, swizzle=64)),
+    Row(MmaTiles(256, 256, 64, 16, stages=1, swizzle=64)),
 )
 _OWNS_KEYS = dict(block_k=64, owns_keys=True)
 _SEPARATE = dict(separate_dk_dv=True, swizzle=64)
 _TALL = dict(spills_beside=("dropout", "score"), is_for=Gpu.has_fast_products)
 DKV_TILES = (
-    Row(Tiles(64, 64, 32, block_k=128, owns_keys=True), **_TALL),
-    Row(Tiles(64, 64, 64, **_OWNS_KEYS), ("ids",)),
-    Row(Tiles(64, 64, 32, **_OWNS_KEYS)),
+    Row(MmaTiles(64, 64, 32, block_k=128, owns_keys=True), **_TALL),
+    Row(MmaTiles(64, 64, 64, **_OWNS_KEYS), ("ids",)),
+    Row(MmaTiles(64, 64, 32, **_OWNS_KEYS)),
     # a warp with its keys and values in registers reads three fifths as much
-    Row(Tiles(128, 128, 32, **_OWNS_KEYS, keeps_owned=True), **_TALL),
-    Row(Tiles(128, 128, 32, **_OWNS_KEYS)),
-    Row(Tiles(128, 128, 32, **_OWNS_KEYS, stages=1)),
-    Row(Tiles(192, 128, 16, **_OWNS_KEYS)),
+    Row(MmaTiles(128, 128, 32, **_OWNS_KEYS, keeps_owned=True), **_TALL),
+    Row(MmaTiles(128, 128, 32, **_OWNS_KEYS)),
+    Row(MmaTiles(128, 128, 32, **_OWNS_KEYS, stages=1)),
+    Row(MmaTiles(192, 128, 16, **_OWNS_KEYS)),
     # registers hold one of the sums
-    Row(Tiles(256, 256, 16, **_OWNS_KEYS, **_SEPARATE)),
-    Row(Tiles(256, 256, 16, **_OWNS_KEYS, **_SEPARATE, stages=1)),
+    Row(MmaTiles(256, 256, 16, **_OWNS_KEYS, **_SEPARATE)),
+    Row(MmaTiles(256, 256, 16, **_OWNS_KEYS, **_SEPARATE, stages=1)),
 )
 
 
@@ -59,12 +59,12 @@ class Output(NamedTuple):
     width: int
 
 
-def backward(problem: Problem, tiles: AllTiles, *operands) -> Gradients:
+def backward(problem: Problem, tiles: AmpereTiles, *operands) -> Gradients:
     """All gradients except of a bias and of the arrays that a score_mod reads."""
     return Gradients(dq(problem, tiles.dq, *operands), *dk_dv(problem, tiles.dkv, *operands))
 
 
-def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
+def dq(p: Problem, t: MmaTiles, x: Operands, lse, do, delta):
     """dQ [B, T, N, H], by one kernel."""
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     (dq,) = _launch(
@@ -79,7 +79,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     return dq
 
 
-def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
+def dk_dv(p: Problem, t: MmaTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv], by one kernel or one each."""
     blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     inputs = GradientInputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta)
@@ -97,7 +97,7 @@ def dk_dv(p: Problem, t: Tiles, x: Operands, lse, do, delta) -> list[jax.Array]:
 
 
 def _launch(
-    kernel, p: Problem, t: Tiles, x: GradientInputs, programs: int, outputs: list, name: str
+    kernel, p: Problem, t: MmaTiles, x: GradientInputs, programs: int, outputs: list, name: str
 ):
     """The gradients that the kernel writes, as each Output says."""
     arrays = launch(
@@ -122,7 +122,7 @@ def _launch(
 
 
 def _dq_kernel(
-    program, x: GradientInputs, dq_gmem, memory: TileMemory, *, problem: Problem, tiles: Tiles
+    program, x: GradientInputs, dq_gmem, memory: TileMemory, *, problem: Problem, tiles: MmaTiles
 ):
     p, t = problem, tiles
     work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
@@ -159,7 +159,7 @@ def _dq_kernel(
 
 
 def _key_kernel(
-    program, x: GradientInputs, *refs, names: tuple[str, ...], problem: Problem, tiles: Tiles
+    program, x: GradientInputs, *refs, names: tuple[str, ...], problem: Problem, tiles: MmaTiles
 ):
     """Sums the gradients of these names, dk and dv."""
     *outputs, memory = refs

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.kernels import decoding
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import PaddedRows, flat, pad
-from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles, padded_length
+from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, Gpu, MmaTiles, Row, padded_length
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import load, per_row
@@ -34,21 +34,21 @@ def _waits_for_shared_memory(gpu: Gpu) -> bool:
 # alone: results.md#by-mma-by-the-clock.
 TILES = (
     # these fill the registers
-    Row(Tiles(64, 64, 128, 64), spills_beside=("ids", "dropout")),
+    Row(MmaTiles(64, 64, 128, 64), spills_beside=("ids", "dropout")),
     # for an mma a warp that owns twice the rows reads half as much shared memory
-    Row(Tiles(64, 64, 128, 32), is_for=_waits_for_shared_memory),
-    Row(Tiles(64, 64, 64, 64)),
-    Row(Tiles(128, 128, 128, 32), is_for=_waits_for_shared_memory),
-    Row(Tiles(128, 128, 64, 64)),
+    Row(MmaTiles(64, 64, 128, 32), is_for=_waits_for_shared_memory),
+    Row(MmaTiles(64, 64, 64, 64)),
+    Row(MmaTiles(128, 128, 128, 32), is_for=_waits_for_shared_memory),
+    Row(MmaTiles(128, 128, 64, 64)),
     # with one stage two programs fit into 99 KB
-    Row(Tiles(128, 128, 64, 64, stages=1)),
-    Row(Tiles(192, 128, 64, 32)),
+    Row(MmaTiles(128, 128, 64, 64, stages=1)),
+    Row(MmaTiles(192, 128, 64, 32)),
     # a narrow swizzle saves registers of addresses
-    Row(Tiles(256, 256, 64, 32, swizzle=64)),
-    Row(Tiles(256, 256, 64, 32, stages=1, swizzle=64)),
+    Row(MmaTiles(256, 256, 64, 32, swizzle=64)),
+    Row(MmaTiles(256, 256, 64, 32, stages=1, swizzle=64)),
     # the registers of one warpgroup do not hold o
-    Row(Tiles(512, 512, 64, 32, warpgroups=2, swizzle=64)),
-    Row(Tiles(512, 512, 64, 16, warpgroups=2, swizzle=64)),
+    Row(MmaTiles(512, 512, 64, 32, warpgroups=2, swizzle=64)),
+    Row(MmaTiles(512, 512, 64, 16, warpgroups=2, swizzle=64)),
 )
 
 
@@ -74,7 +74,7 @@ class ForwardMemory(NamedTuple):
     kv_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "ForwardMemory":
+    def allocate(cls, p: Problem, t: MmaTiles) -> "ForwardMemory":
         matrix = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         slots = t.warpgroups * t.stages
         return cls(
@@ -87,7 +87,7 @@ class ForwardMemory(NamedTuple):
         )
 
 
-def forward(problem: Problem, tiles: AllTiles, x: Operands):
+def forward(problem: Problem, tiles: AmpereTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
     if tiles.decode is not None:
@@ -110,7 +110,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     return o, statistics.results(p, stats)
 
 
-def _inputs(p: Problem, t: Tiles, x: Operands) -> ForwardInputs:
+def _inputs(p: Problem, t: MmaTiles, x: Operands) -> ForwardInputs:
     _, key_lengths = x.resolved_mask.lengths
     if t.copies_q:
         queries = PaddedRows.make([x.query], [t.width], t.block_q, None)
@@ -126,7 +126,7 @@ def _inputs(p: Problem, t: Tiles, x: Operands) -> ForwardInputs:
     )
 
 
-def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: MmaTiles):
     *stats_gmem, memory = outputs
     p, t = problem, tiles
     part = lax.axis_index("warpgroup") if t.warpgroups > 1 else 0

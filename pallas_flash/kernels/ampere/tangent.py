@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import PaddedRows, TileMemory, flat
-from pallas_flash.kernels.mma.tile_sizes import AllTiles, Tiles
+from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, MmaTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import load, per_row
@@ -23,9 +23,9 @@ from pallas_flash.tiled.online_softmax import RowLse
 
 # By the code compiled and the clock, as forward.TILES: rows for all tangents at a time.
 TILES = (
-    Tiles(64, 64, 64, 64),
-    Tiles(128, 128, 64, 32),
-    Tiles(256, 256, 64, 16, swizzle=64),
+    MmaTiles(64, 64, 64, 64),
+    MmaTiles(128, 128, 64, 32),
+    MmaTiles(256, 256, 64, 16, swizzle=64),
 )
 
 
@@ -41,7 +41,7 @@ class TangentInputs(NamedTuple):
     logits: logits.Arrays
 
 
-def scratch(p: Problem, t: Tiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> TileMemory:
+def scratch(p: Problem, t: MmaTiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> TileMemory:
     """The shared memory of a program, beside the tangents that a call has."""
     queries = dict(q=t.width, dq=t.width)
     keys = dict(k=t.width, v=t.value_width, dk=t.width, dv=t.value_width)
@@ -49,7 +49,9 @@ def scratch(p: Problem, t: Tiles, has: tuple[str, ...] = ("dq", "dk", "dv")) -> 
     return TileMemory.allocate(p, t, of_call(queries), of_call(keys))
 
 
-def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+def tangent(
+    problem: Problem, tiles: AmpereTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+):
     """The tangents of o and lse, without what the tangents of a score_mod's arrays add."""
     p, t = problem, tiles.tangent
     tangents = dict(dq=dx.query, dk=dx.key, dv=dx.value)
@@ -71,7 +73,7 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
 
 
 def _inputs(
-    p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+    p: Problem, t: MmaTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
 ) -> TangentInputs:
     _, key_lengths = x.resolved_mask.lengths
     queries = (x.query, t.width), (dx.query, t.width)
@@ -97,7 +99,7 @@ def _kernel(
     memory: TileMemory,
     *,
     problem: Problem,
-    tiles: Tiles,
+    tiles: MmaTiles,
     has: tuple[str, ...],
 ):
     p, t = problem, tiles

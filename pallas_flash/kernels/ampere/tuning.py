@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable
 from pallas_flash.kernels.ampere import backward, forward, tangent
 from pallas_flash.kernels.decoding import tuning as decoding
 from pallas_flash.kernels.mma.memory import TileMemory, cheapest_that_fits
-from pallas_flash.kernels.mma.tile_sizes import AllTiles, Gpu, Row, Tiles
+from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, Gpu, MmaTiles, Row
 from pallas_flash.problem.arguments import Problem
 
 
-def tiles(problem: Problem) -> AllTiles:
+def tiles(problem: Problem) -> AmpereTiles:
     """The tiles of each kernel for a problem."""
     if decoding.is_only_way(problem):
-        chosen = AllTiles(None, None, None, None)
+        chosen = AmpereTiles(None, None, None, None)
     else:
         chosen = _tiles(problem, Gpu.here())
     return chosen._replace(decode=decoding.tiles_if_decoding(problem))
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
-def _tiles(p: Problem, gpu: Gpu) -> AllTiles:
-    return AllTiles(
+def _tiles(p: Problem, gpu: Gpu) -> AmpereTiles:
+    return AmpereTiles(
         _row(forward.TILES, p, gpu, forward.ForwardMemory.allocate),
         _row(backward.DQ_TILES, p, gpu, TileMemory.allocate),
         _row(backward.DKV_TILES, p, gpu, TileMemory.allocate),
@@ -29,7 +29,7 @@ def _tiles(p: Problem, gpu: Gpu) -> AllTiles:
     )
 
 
-def _row(table: Iterable[Row], p: Problem, gpu: Gpu, scratch: Callable) -> Tiles | None:
+def _row(table: Iterable[Row], p: Problem, gpu: Gpu, scratch: Callable) -> MmaTiles | None:
     """The cheapest row that leaves shared memory for two programs on a multiprocessor, or else for
     one. The warps of two run in each other's waits. Rows beside which registers spill are left
     out."""

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.ampere import forward as mma
 from pallas_flash.kernels.blackwell import tile
-from pallas_flash.kernels.blackwell.tile_sizes import ROWS, AllTiles, ForwardTiles
+from pallas_flash.kernels.blackwell.tile_sizes import ROWS, BlackwellTiles, ForwardTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
@@ -117,7 +117,7 @@ class TensorMemory(NamedTuple):
         return parts
 
 
-def forward(problem: Problem, tiles: AllTiles, x: Operands):
+def forward(problem: Problem, tiles: BlackwellTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
     if tiles.forward is None:

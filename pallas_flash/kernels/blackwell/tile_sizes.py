@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pallas_flash.kernels.mma import tile_sizes as mma
+from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, DecodeTiles, MmaTiles
 from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, row_bytes
 
 ROWS = 128  # of a product, and of tensor memory
@@ -89,21 +89,21 @@ def _describe(t: ForwardTiles | GradientTiles) -> str:
     return f"{size}, widths {t.width}/{t.value_width}, by tcgen05"
 
 
-class AllTiles(NamedTuple):
+class BlackwellTiles(NamedTuple):
     """The kernels of a problem; None for those that are not by tcgen05 but `by_mma`."""
 
     forward: ForwardTiles | None  # None too for decoding
     dq: GradientTiles | None
     dkv: GradientTiles | None
-    by_mma: mma.AllTiles
+    by_mma: AmpereTiles
 
     @property
-    def tangent(self) -> mma.Tiles | None:
+    def tangent(self) -> MmaTiles | None:
         """The kernel of forward mode."""
         return self.by_mma.tangent
 
     @property
-    def decode(self) -> mma.DecodeTiles | None:
+    def decode(self) -> DecodeTiles | None:
         """The forward's kernel where that is decoding."""
         return self.by_mma.decode
 

@@ -5,7 +5,7 @@ import functools
 from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.ampere import tuning as ampere
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
-from pallas_flash.kernels.blackwell.tile_sizes import AllTiles, ForwardTiles, GradientTiles
+from pallas_flash.kernels.blackwell.tile_sizes import BlackwellTiles, ForwardTiles, GradientTiles
 from pallas_flash.kernels.decoding import tuning as decoding
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
@@ -15,13 +15,13 @@ from pallas_flash.problem.log_base import LogBase
 SHARED = gpus.SM100.program_bytes  # bytes of shared memory of a program
 
 
-def tiles(problem: Problem) -> AllTiles:
+def tiles(problem: Problem) -> BlackwellTiles:
     """The tiles of each kernel for a problem."""
     by_mma = ampere.tiles(problem)
     if decoding.is_only_way(problem):
-        return AllTiles(None, None, None, by_mma)
+        return BlackwellTiles(None, None, None, by_mma)
     forward, *backward = _tiles(problem, hardware.compute_capability())
-    return AllTiles(None if by_mma.decode else forward, *backward, by_mma)
+    return BlackwellTiles(None if by_mma.decode else forward, *backward, by_mma)
 
 
 @functools.lru_cache(256)  # an eager call chooses each time

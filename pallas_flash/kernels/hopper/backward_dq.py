@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, QueryTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
@@ -22,17 +22,17 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.online_softmax import DeltaTerms
 
-_WIDE = Tiles(512, 512, value_stages=1, swizzle=SWIZZLES[1], split=True)
+_WIDE = QueryTiles(512, 512, value_stages=1, swizzle=SWIZZLES[1], split=True)
 # Rows for head sizes, decided as forward.TILES were. A block of keys is held for a step longer than
 # one of values.
 _TILES = (
     # 128 keys leave no registers beside three warpgroups, nor at 128
-    Tiles(64, 64, warpgroups=3, stages=3),
-    Tiles(128, 128, stages=3),
-    Tiles(192, 128, stages=3),
-    Tiles(192, 192, stages=3),
+    QueryTiles(64, 64, warpgroups=3, stages=3),
+    QueryTiles(128, 128, stages=3),
+    QueryTiles(192, 128, stages=3),
+    QueryTiles(192, 192, stages=3),
     # there is room for two blocks of keys and one of values
-    Tiles(256, 256, value_stages=1),
+    QueryTiles(256, 256, value_stages=1),
     # both warpgroups compute dS of the same 64 queries: there is no room to hand it over; no
     # swizzle may be wider than the 32 keys that dS K sums over
     _WIDE,
@@ -57,7 +57,7 @@ class DqMemory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "DqMemory":
+    def allocate(cls, p: Problem, t: QueryTiles) -> "DqMemory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         count, do = t.row_tiles, block(t.row_tiles, ROWS, t.value_width)
@@ -75,7 +75,7 @@ class DqMemory(NamedTuple):
         )
 
 
-def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
+def dq(p: Problem, t: QueryTiles, x: Operands, lse, do, delta):
     """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
     t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
     blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
@@ -97,7 +97,7 @@ def dq(p: Problem, t: Tiles, x: Operands, lse, do, delta):
     return dq[:, : p.queries, :, : p.head_size], *(summed or [delta])
 
 
-def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: QueryTiles):
     *outputs, memory = refs
     key_bytes = tiles.key_bytes(problem.dtype)
     work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes)

@@ -23,7 +23,7 @@ from pallas_flash.kernels.hopper.forward_consumer import (
     Program,
     attend_second,
 )
-from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, HopperTiles, QueryTiles
 from pallas_flash.kernels.mosaic import (
     block_info,
     elements,
@@ -42,25 +42,25 @@ from pallas_flash.tiled import schedule
 TILES = (
     # three warpgroups hide more latency than two, but spill with dropout, or where values have 128
     # columns; a threshold spills there with documents
-    Tiles(64, 64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
+    QueryTiles(64, 64, warpgroups=3, block_k=128, k_wait="early", q_stages=2),
     # with a threshold ptxas leaves the wait for products in its place: no early wait for K
-    Tiles(64, 64, block_k=128, rescale_threshold=8.0),
-    Tiles(64, 128, block_k=128, rescale_threshold=8.0),
-    Tiles(128, 64, warpgroups=3, block_k=128, k_wait="early"),
-    Tiles(128, 128, block_k=128, rescale_threshold=8.0, q_stages=2),
-    Tiles(192, 128, block_k=128, rescale_threshold=8.0),
+    QueryTiles(64, 64, block_k=128, rescale_threshold=8.0),
+    QueryTiles(64, 128, block_k=128, rescale_threshold=8.0),
+    QueryTiles(128, 64, warpgroups=3, block_k=128, k_wait="early"),
+    QueryTiles(128, 128, block_k=128, rescale_threshold=8.0, q_stages=2),
+    QueryTiles(192, 128, block_k=128, rescale_threshold=8.0),
     # from here on shared memory is as busy as it can be, of which Q takes less the wider a block
     # is: 128 keys do not fit twice at 192, and spill at 256, where a threshold gains nothing
-    Tiles(192, 192, block_k=96, k_wait="early"),
-    Tiles(128, 256, block_k=96, k_wait="early"),
-    Tiles(256, 256, block_k=80, k_wait="early"),
+    QueryTiles(192, 192, block_k=96, k_wait="early"),
+    QueryTiles(128, 256, block_k=96, k_wait="early"),
+    QueryTiles(256, 256, block_k=80, k_wait="early"),
     # dropout, whose unit 80 keys do not divide into
-    Tiles(256, 256, k_wait="early"),
+    QueryTiles(256, 256, k_wait="early"),
     # blocks are as large as fit twice, with 128 queries where a warpgroup's registers hold o of 64
-    Tiles(512, 256, k_wait="early"),
-    Tiles(512, 256, block_k=32, k_wait="early"),
-    Tiles(512, 512, k_wait="early", split=True),
-    Tiles(512, 512, block_k=32, k_wait="early", split=True),
+    QueryTiles(512, 256, k_wait="early"),
+    QueryTiles(512, 256, block_k=32, k_wait="early"),
+    QueryTiles(512, 512, k_wait="early", split=True),
+    QueryTiles(512, 512, block_k=32, k_wait="early", split=True),
 )
 
 
@@ -77,7 +77,7 @@ class ForwardInputs(NamedTuple):
     logits: logits.Arrays
 
 
-def forward(problem: Problem, tiles: AllTiles, x: Operands):
+def forward(problem: Problem, tiles: HopperTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
     if tiles.decode is not None:
@@ -101,7 +101,7 @@ def forward(problem: Problem, tiles: AllTiles, x: Operands):
     return o[:, : p.queries, :, : p.value_size], statistics.results(p, stats)
 
 
-def check(t: Tiles, dtype: str):
+def check(t: QueryTiles, dtype: str):
     """Refuses tiles, which scripts/tune.py may have drawn, that would be wrong or wait for ever."""
     if t.k_wait == "early" and t.value_stages < 2:
         raise ValueError(
@@ -116,7 +116,7 @@ def check(t: Tiles, dtype: str):
         )
 
 
-def _inputs(p: Problem, t: Tiles, x: Operands) -> ForwardInputs:
+def _inputs(p: Problem, t: QueryTiles, x: Operands) -> ForwardInputs:
     blocks_of = lambda rows: block_info.by_query_tile(p, x.resolved_mask, x.mask, rows, t.block_k)
     blocks = blocks_of(t.block_q)
     _, key_lengths = x.resolved_mask.lengths
@@ -143,7 +143,7 @@ class ForwardMemory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "ForwardMemory":
+    def allocate(cls, p: Problem, t: QueryTiles) -> "ForwardMemory":
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         tiles_of_q = t.q_stages * t.row_tiles
@@ -161,7 +161,7 @@ class ForwardMemory(NamedTuple):
         )
 
 
-def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: Tiles):
+def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: QueryTiles):
     *stats_gmem, memory = outputs
     owned = Program(problem, tiles, x, program)
     ids = sync.BarrierIds.of(tiles)

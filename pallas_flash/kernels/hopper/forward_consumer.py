@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, QueryTiles
 from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler, statistics, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import shared_matrix
@@ -24,7 +24,7 @@ class Program(NamedTuple):
     """The tiles of queries that a program owns, and the blocks of keys that they visit."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: QueryTiles
     x: Any  # forward.ForwardInputs
     number: IntLike
 
@@ -69,7 +69,7 @@ class Handed(NamedTuple):
     by_row: Any  # [64], alpha; after the last block l
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles) -> "Handed":
+    def allocate(cls, p: Problem, t: QueryTiles) -> "Handed":
         # V's swizzle: the product wants no other
         swizzle = elements.swizzle_of_rows(p.dtype, t.block_k, t.swizzle)
         probabilities = shared_matrix(p.dtype, ROWS, t.block_k, swizzle=swizzle)
@@ -91,7 +91,7 @@ class ForwardConsumer(NamedTuple):
     handoff: sync.Handoff | None = None  # of `ForwardMemory.handed`
 
     @property
-    def tiles(self) -> Tiles:
+    def tiles(self) -> QueryTiles:
         return self.program.tiles
 
     @property

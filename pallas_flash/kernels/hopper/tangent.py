@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
-from pallas_flash.kernels.hopper.tile_sizes import ROWS, AllTiles, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, HopperTiles, QueryTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
@@ -28,10 +28,10 @@ from pallas_flash.tiled.online_softmax import RowLse
 # Rows for head sizes, decided as forward.TILES were. With all tangents there are twice as many
 # blocks in shared memory as in the forward.
 TILES = (
-    Tiles(64, 64),
-    Tiles(128, 128),
-    Tiles(192, 192, block_k=32),
-    Tiles(256, 256, warpgroups=1, block_k=32),
+    QueryTiles(64, 64),
+    QueryTiles(128, 128),
+    QueryTiles(192, 192, block_k=32),
+    QueryTiles(256, 256, warpgroups=1, block_k=32),
 )
 
 
@@ -69,7 +69,7 @@ class TangentMemory(NamedTuple):
     v_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles, tangents=(True, True, True)) -> "TangentMemory":
+    def allocate(cls, p: Problem, t: QueryTiles, tangents=(True, True, True)) -> "TangentMemory":
         """tangents: whether q, k and v have one."""
         block = functools.partial(shared_matrix, p.dtype)
         barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
@@ -90,7 +90,9 @@ class TangentMemory(NamedTuple):
         )
 
 
-def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+def tangent(
+    problem: Problem, tiles: HopperTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+):
     """The tangents of o and lse, but for what the tangents of a score_mod's arrays add."""
     p, t = problem, tiles.tangent
     tangents = tuple(a is not None for a in dx[:3])
@@ -108,7 +110,7 @@ def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows:
 
 
 def _inputs(
-    p: Problem, t: Tiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+    p: Problem, t: QueryTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
 ) -> TangentInputs:
     _, key_lengths = x.resolved_mask.lengths
     q, k, v = map(WithTangent, x[:3], dx[:3])
@@ -132,7 +134,7 @@ def _kernel(
     memory: TangentMemory,
     *,
     problem: Problem,
-    tiles: Tiles,
+    tiles: QueryTiles,
 ):
     t = tiles
     work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync
-from pallas_flash.kernels.hopper.tile_sizes import ROWS, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import ROWS, QueryTiles
 from pallas_flash.kernels.mosaic import block_info, elements, launch, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import Role
@@ -209,7 +209,7 @@ def overlap(body, sums, like):
 # Consumers that own queries
 
 
-def visited(x, work: scheduler.WorkTile, p: Problem, t: Tiles) -> schedule.Blocks:
+def visited(x, work: scheduler.WorkTile, p: Problem, t: QueryTiles) -> schedule.Blocks:
     """The blocks of keys that a program visits, the last one first; x: the kernel's Inputs."""
     return block_info.descend(x.blocks, block_info.visited(x, work, p, t))
 
@@ -219,7 +219,7 @@ class QueryConsumer(NamedTuple):
     forward mode."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: QueryTiles
     x: Any  # the kernel's Inputs
     memory: Any  # its Memory
     k: sync.TmaRing

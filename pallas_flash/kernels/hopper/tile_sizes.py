@@ -8,7 +8,7 @@ from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, columns, roun
 ROWS = 64  # queries or keys of a warpgroup: the rows of one wgmma
 
 
-class Tiles(NamedTuple):
+class QueryTiles(NamedTuple):
     """A kernel that owns queries: `warpgroups` x 64 of them, by `block_k` keys at a time. Shared
     memory has `stages` blocks of keys and `value_stages` blocks of values. If `split`, two
     warpgroups own the same 64 queries, each half of the columns of the output or of dQ; the first
@@ -120,27 +120,27 @@ class KeyTiles(NamedTuple):
         return _describe(self)
 
 
-def _describe(t: Tiles | KeyTiles) -> str:
+def _describe(t: QueryTiles | KeyTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.warpgroups} warpgroups, {t.stages} stages"
-    count = t.tiles_per_program if isinstance(t, Tiles) else 1
+    count = t.tiles_per_program if isinstance(t, QueryTiles) else 1
     several = f", {count} tiles of queries to a program" if count > 1 else ""
     if isinstance(t, KeyTiles) and t.group_parts > 1:
         several = f", a group of heads in {t.group_parts} parts"
     return f"{size}, widths {t.width}/{t.value_width}{several}"
 
 
-class AllTiles(NamedTuple):
+class HopperTiles(NamedTuple):
     """The kernels of a problem: its backward in two kernels or three, or in one that adds in any
     order. None for a kernel that does not run, or does not know heads so wide."""
 
-    forward: Tiles | None
-    dq: Tiles | None
+    forward: QueryTiles | None
+    dq: QueryTiles | None
     dkv: KeyTiles | None
     # in its place, where registers do not hold both sums
     dk: KeyTiles | None
     dv: KeyTiles | None
     fused: KeyTiles | None
-    tangent: Tiles | None  # of forward mode
+    tangent: QueryTiles | None  # of forward mode
     decode: DecodeTiles | None = None
 
     @property

@@ -7,7 +7,7 @@ from pallas_flash import dropout
 from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.decoding import tuning as decoding
 from pallas_flash.kernels.hopper import backward_dkv, backward_dq, forward, tangent
-from pallas_flash.kernels.hopper.tile_sizes import AllTiles, KeyTiles, Tiles
+from pallas_flash.kernels.hopper.tile_sizes import HopperTiles, KeyTiles, QueryTiles
 from pallas_flash.kernels.mosaic import elements, scheduler
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
@@ -25,11 +25,11 @@ OWNED = 288  # columns of dK and dV that the registers of a warpgroup hold where
 ONE_KERNEL_KEYS = 768
 
 
-def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
+def tiles(problem: Problem, fused: bool | None = None) -> HopperTiles:
     """The tiles of each kernel for a problem. One kernel has all gradients if `fused`, or by
     default where that is faster and gradients may be added in any order."""
     if decoding.is_only_way(problem):
-        return AllTiles(*(None,) * 7, decode=decoding.tiles_if_decoding(problem))
+        return HopperTiles(*(None,) * 7, decode=decoding.tiles_if_decoding(problem))
     if fused is None:
         fused = not problem.deterministic and _keys_of_a_tile(problem) >= ONE_KERNEL_KEYS
     chosen = _tiles(problem, fused, hardware.processors())
@@ -37,10 +37,10 @@ def tiles(problem: Problem, fused: bool | None = None) -> AllTiles:
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
-def _tiles(p: Problem, fused: bool, processors: int) -> AllTiles:
+def _tiles(p: Problem, fused: bool, processors: int) -> HopperTiles:
     one = _fused_row(p, processors) if fused else None
     backward = (None,) * 4 if one else (_dq_row(p), *_key_rows(p))
-    return AllTiles(
+    return HopperTiles(
         _forward_row(p, processors), *backward, one, _row(tangent.TILES, p, tangent.TangentMemory)
     )
 
@@ -77,13 +77,13 @@ def _without_spills(table, p: Problem) -> list:
     ]
 
 
-def _forward_row(p: Problem, processors: int) -> Tiles | None:
+def _forward_row(p: Problem, processors: int) -> QueryTiles | None:
     rows = _without_spills(forward.TILES, p)
     row = _row(rows, p, forward.ForwardMemory, lambda row: (1, row.column_slices))
     return row and _with_tiles_per_program(row, p, processors)
 
 
-def _dq_row(p: Problem) -> Tiles | None:
+def _dq_row(p: Problem) -> QueryTiles | None:
     others = p.sinks or p.bias is not None or p.score is not None  # whose gradients read delta
     rows = [row for row in backward_dq.TILES if not (row.sums_delta and others)]
     return _row(rows, p, backward_dq.DqMemory, lambda row: (row.column_slices, 1))
@@ -113,7 +113,7 @@ def _fused_row(p: Problem, processors: int) -> KeyTiles | None:
     return row and _with_parts(row, p, processors)
 
 
-def _with_tiles_per_program(t: Tiles, p: Problem, processors: int) -> Tiles:
+def _with_tiles_per_program(t: QueryTiles, p: Problem, processors: int) -> QueryTiles:
     """Chooses tiles_per_program: the most, up to LONG blocks of keys, such that programs are
     equal, every SM starts with one, none runs longer than before, and L2 holds the keys of the
     heads that run together. It is 1 where shared memory has no room for two tiles."""

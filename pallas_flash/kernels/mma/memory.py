@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support import gpus
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mma import tile
-from pallas_flash.kernels.mma.tile_sizes import Gpu, Tiles, padded_length, swizzle_of, widths
+from pallas_flash.kernels.mma.tile_sizes import Gpu, MmaTiles, padded_length, swizzle_of, widths
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes, shared_matrix
 from pallas_flash.kernels.mosaic.tma import RaggedRows, copy_tails
@@ -30,7 +30,7 @@ class TileMemory(NamedTuple):
     ring_full: Any
 
     @classmethod
-    def allocate(cls, p: Problem, t: Tiles, owned=None, ring=None) -> "TileMemory":
+    def allocate(cls, p: Problem, t: MmaTiles, owned=None, ring=None) -> "TileMemory":
         """Two matrices of the owned tile and two of each block, q and do, or k and v; or others, of
         these widths."""
         matrix = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
@@ -48,19 +48,19 @@ class TileMemory(NamedTuple):
 
 
 def cheapest_that_fits(
-    table: Iterable[Tiles],
+    table: Iterable[MmaTiles],
     p: Problem,
     gpu: Gpu,
     scratch: Callable,
     programs: int = 1,
     beside: int = 0,
-) -> Tiles | None:
+) -> MmaTiles | None:
     """The cheapest row that holds the problem's heads, as narrow as they are, and whose scratch(p,
     row) a multiprocessor's shared memory holds for so many programs, with as many bytes `beside`
     it."""
     width, value_width = widths(p)
 
-    def narrow(row: Tiles) -> Tiles:
+    def narrow(row: MmaTiles) -> MmaTiles:
         slices = width // row.warpgroups, value_width // row.warpgroups
         swizzle = min(swizzle_of(p.dtype, slices, min(row.block_q, row.block_k)), row.swizzle)
         return row._replace(width=width, value_width=value_width, swizzle=swizzle, tma=gpu.has_tma)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile
 from pallas_flash.kernels.mma.memory import PaddedRows, TileMemory, cheapest_that_fits
-from pallas_flash.kernels.mma.tile_sizes import Gpu, ScoreTiles, Tiles
+from pallas_flash.kernels.mma.tile_sizes import Gpu, MmaTiles, ScoreTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler
 from pallas_flash.kernels.mosaic.launch import LANE, launch
 from pallas_flash.kernels.mosaic.registers import iota, load, per_column, per_row
@@ -33,14 +33,14 @@ from pallas_flash.tiled import schedule
 # The sums of dS are one tile, so these know all heads of Hopper's family too. The last row of each
 # is for GPUs with 99 KB of shared memory, and for heads above 256 on all. Decided as forward.TILES.
 QUERY_TILES = (
-    Tiles(64, 64, 64, 64),
-    Tiles(512, 512, 64, 32),
-    Tiles(512, 512, 64, 16),
+    MmaTiles(64, 64, 64, 64),
+    MmaTiles(512, 512, 64, 32),
+    MmaTiles(512, 512, 64, 16),
 )
 KEY_TILES = (
-    Tiles(64, 64, 64, 64, owns_keys=True),
-    Tiles(512, 512, 32, 64, owns_keys=True),
-    Tiles(512, 512, 16, 64, owns_keys=True),
+    MmaTiles(64, 64, 64, 64, owns_keys=True),
+    MmaTiles(512, 512, 32, 64, owns_keys=True),
+    MmaTiles(512, 512, 16, 64, owns_keys=True),
 )
 ENTRIES = 32  # of an array, that a program owns
 REDUCTION = 2048  # bytes of shared memory in which warps add up the columns of a tile of queries
@@ -166,7 +166,7 @@ class TileLoop(NamedTuple):
     """A program's loop over tiles of scores."""
 
     problem: Problem
-    tiles: Tiles
+    tiles: MmaTiles
     read: int | None
     x: GradientInputs
     memory: TileMemory
@@ -236,7 +236,7 @@ class TileLoop(NamedTuple):
         return tile.zeros(*self.shape)
 
 
-def _launch(kernel, inputs: ScoreInputs, t: Tiles, blocks, programs: int, out) -> jax.Array:
+def _launch(kernel, inputs: ScoreInputs, t: MmaTiles, blocks, programs: int, out) -> jax.Array:
     p, x = inputs.problem, inputs.operands
     (sums,) = launch(
         lambda program, x, out, memory: kernel(

@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
         return self.shared_memory > gpus.SM86.program_bytes
 
 
-class Tiles(NamedTuple):
+class MmaTiles(NamedTuple):
     """A kernel whose programs own `block_q` queries, or `block_k` keys if `owns_keys`, and walk
     over blocks of the others in `stages` slots of shared memory. With one slot, only products
     of the multiprocessor's other program run while a block is copied."""
@@ -87,7 +87,7 @@ class Tiles(NamedTuple):
 class Row(NamedTuple):
     """A row of a kernel's table: tiles, and which problems and GPUs may take them."""
 
-    tiles: Tiles
+    tiles: MmaTiles
     # what leaves them too few registers: "ids" of segments, words of "dropout", or a "score" that a
     # score_mod or a soft cap modifies
     spills_beside: tuple[str, ...] = ()
@@ -148,17 +148,17 @@ class DecodeTiles(NamedTuple):
 class ScoreTiles(NamedTuple):
     """The kernels of score_gradients.py."""
 
-    by_query: Tiles
-    by_key: Tiles  # for sums over queries
+    by_query: MmaTiles
+    by_key: MmaTiles  # for sums over queries
 
 
-class AllTiles(NamedTuple):
+class AmpereTiles(NamedTuple):
     """The kernels of a problem; None where registers or shared memory do not hold their tiles."""
 
-    forward: Tiles | None  # None too where decoding alone knows such heads
-    dq: Tiles | None
-    dkv: Tiles | None
-    tangent: Tiles | None  # of forward mode
+    forward: MmaTiles | None  # None too where decoding alone knows such heads
+    dq: MmaTiles | None
+    dkv: MmaTiles | None
+    tangent: MmaTiles | None  # of forward mode
     decode: DecodeTiles | None = None
 
     @property

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
 from pallas_flash.kernels.triton.forward import by_query_tile, program_head, program_rows
-from pallas_flash.kernels.triton.tuning import AllTiles, Tiles
+from pallas_flash.kernels.triton.tuning import Tiles, TritonTiles
 from pallas_flash.mods import captured
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.tiled import schedule
@@ -25,7 +25,7 @@ from pallas_flash.tiled import schedule
 TABLE_ENTRIES = 128  # that a program owns, at most
 
 
-def backward(problem: Problem, tiles: AllTiles, x: Operands, lse, do, delta) -> Gradients:
+def backward(problem: Problem, tiles: TritonTiles, x: Operands, lse, do, delta) -> Gradients:
     """The gradients of q, k, v, the bias, and the arrays that a score_mod reads."""
     p, t, rows = problem, tiles, (do, lse, delta)
     dk, dv = _dkv(p, t.dkv, x, *rows)

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.kernels.pallas_call import mods, power_of_two, tile
-from pallas_flash.kernels.triton.tuning import AllTiles, DecodeTiles, Tiles
+from pallas_flash.kernels.triton.tuning import DecodeTiles, Tiles, TritonTiles
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.page_layout import PageTable
 from pallas_flash.tiled import online_softmax, quantised, schedule, split_kv
 from pallas_flash.tiled.online_softmax import RowLse
 
 
-def forward(problem: Problem, tiles: AllTiles, x: Operands):
+def forward(problem: Problem, tiles: TritonTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows."""
     if tiles.decode is not None:
         return decode(problem, tiles.decode, x)
@@ -79,7 +79,9 @@ def _kernel(x: Operands, o_ref, *stats_refs, problem: Problem, tiles: Tiles):
         tile.store(ref, x, row.inside)
 
 
-def tangent(problem: Problem, tiles: AllTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse):
+def tangent(
+    problem: Problem, tiles: TritonTiles, x: Operands, dx: Gradients, rows: RowLse, o, dlse
+):
     """The tangents of o and lse, without the part of the arrays that a score_mod reads."""
     p, t = problem, tiles.tangent
     x, dx = mods.with_visited_blocks(p, t, x), dx._replace(sinks=None, captured=())

@@ -28,7 +28,7 @@ class DecodeTiles(NamedTuple):
     num_stages: int = 3
 
 
-class AllTiles(NamedTuple):
+class TritonTiles(NamedTuple):
     forward: Tiles
     dkv: Tiles
     dq: Tiles
@@ -50,23 +50,23 @@ class AllTiles(NamedTuple):
 # By (widest head, bytes of an element). Chosen by registers and spills of the code compiled for an
 # A100 and an H200; not yet timed.
 _TABLE = {
-    (64, 2): AllTiles(Tiles(128, 64), Tiles(64, 64), Tiles(64, 64)),
-    (128, 2): AllTiles(
+    (64, 2): TritonTiles(Tiles(128, 64), Tiles(64, 64), Tiles(64, 64)),
+    (128, 2): TritonTiles(
         Tiles(128, 64, num_warps=8), Tiles(64, 64, num_warps=8), Tiles(64, 64, num_warps=8)
     ),
-    (256, 2): AllTiles(
+    (256, 2): TritonTiles(
         Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(32, 32, num_warps=8)
     ),
-    (64, 4): AllTiles(
+    (64, 4): TritonTiles(
         Tiles(64, 32, num_warps=8), Tiles(32, 32, num_warps=8), Tiles(64, 32, num_warps=8)
     ),
-    (128, 4): AllTiles(
+    (128, 4): TritonTiles(
         Tiles(64, 32, num_warps=8),
         Tiles(16, 16, num_warps=8),
         Tiles(32, 32, num_warps=8),
         Tiles(16, 16, num_warps=8),
     ),
-    (256, 4): AllTiles(
+    (256, 4): TritonTiles(
         Tiles(32, 16, num_warps=8),
         Tiles(16, 16, num_warps=8),
         Tiles(16, 16, num_warps=8),
@@ -75,8 +75,8 @@ _TABLE = {
 }
 # The table where a program has at most 99 KB of shared memory: all features together fit.
 _TABLE_OF_99_KB = _TABLE | {
-    (128, 2): AllTiles(Tiles(64, 64), Tiles(32, 64, num_warps=8), Tiles(64, 32, num_warps=8)),
-    (256, 2): AllTiles(
+    (128, 2): TritonTiles(Tiles(64, 64), Tiles(32, 64, num_warps=8), Tiles(64, 32, num_warps=8)),
+    (256, 2): TritonTiles(
         Tiles(64, 32, num_warps=8),
         Tiles(16, 32, num_warps=8),
         Tiles(32, 32, num_warps=8),
@@ -85,7 +85,7 @@ _TABLE_OF_99_KB = _TABLE | {
 }
 
 
-def tiles(problem: Problem) -> AllTiles:
+def tiles(problem: Problem) -> TritonTiles:
     """The narrowest row of the table that fits the problem's heads, with tiles no longer than its
     lengths."""
     p, row = problem, _row(problem)
@@ -99,7 +99,7 @@ def tiles(problem: Problem) -> AllTiles:
     elif capability >= 9:
         kernels[1] = kernels[1]._replace(num_stages=1)
     decoding = decode_tiles(p) if split_kv.is_decoding(p) else None
-    return AllTiles(
+    return TritonTiles(
         *(
             t._replace(block_q=fit(t.block_q, p.queries), block_k=fit(t.block_k, p.keys))
             for t in kernels
@@ -118,7 +118,7 @@ def decode_tiles(problem: Problem) -> DecodeTiles:
     )
 
 
-def _row(problem: Problem) -> AllTiles:
+def _row(problem: Problem) -> TritonTiles:
     p = problem
     width, size = max(p.head_size, p.value_size), 4 if p.dtype == "float32" else 2
     is_gpu = hardware.compute_capability() is not None
