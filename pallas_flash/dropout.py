@@ -54,21 +54,21 @@ def moved(seeds, row=0, column=0):
 def keeps(dropped: int, first, second, row, column):
     """Whether the weights at `row` and `column` are kept, from the two seeds of their batch row and
     head; shapes broadcast."""
-    return stays(dropped, word(of_row(first, row), of_column(second, column)), column)
+    return stays(dropped, word(row_part(first, row), column_part(second, column)), column)
 
 
-def of_row(first, row):
+def row_part(first, row):
     """The part of a random word that a row determines."""
     return _hashed(_fold(row.astype(jnp.uint32) + first))
 
 
-def of_column(second, column):
+def column_part(second, column):
     """The part of a random word that a column determines: the same for four columns, which differ
     in the bits of WITHIN_WORD alone."""
     return (column.astype(jnp.uint32) & ~WITHIN_WORD) * STRIDE + second
 
 
-def word(of_row, of_column):
+def word(row_part, column_part):
     """32 random bits for four weights of a row: a thread of a tensor core that holds one of them
     holds all.
 
@@ -77,7 +77,7 @@ def word(of_row, of_column):
     row and a column have in common is computed for each of them, not for each word: fold(a ^ b) =
     fold(a) ^ fold(b), and fold(permutation(row)) = hashed(fold(row)).
     """
-    return _fold(_hashed(of_row ^ _fold(of_column)))
+    return _fold(_hashed(row_part ^ _fold(column_part)))
 
 
 def stays(dropped: int, word, column):

@@ -130,7 +130,7 @@ WIDTHS = {  # the bytes of a row, and a swizzle that divides them
 def test_a_gather_copies_each_byte_of_each_row_to_its_place_in_the_swizzled_tiles(name, rows):
     """jax's GPU interpreter has other code in place of these offsets."""
     width, swizzle = WIDTHS[name]
-    lanes = gather.Lanes.of(rows, swizzle)
+    lanes = gather.Lanes.make(rows, swizzle)
     copy = gather.Copy(lanes, swizzle, width)
     slot = np.full((rows * width // gather.CHUNK, 2), -1)  # the row and the byte of each chunk
     for thread in range(gather.WARPS * gather.LANES):

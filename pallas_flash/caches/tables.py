@@ -20,8 +20,8 @@ def check(call: PagedCall):
                 f"page_table {call.page_table.shape} has for a row; got {lengths[b]} in row {b}."
             )
     are_known = lambda *numbers: all(checks.is_constant(x) for x in numbers if x is not None)
-    of_queries = call.lengths, call.query_offset, call.query_seq_lengths, call.cu_seqlens_q
-    if not are_known(*of_queries):
+    row_numbers = call.lengths, call.query_offset, call.query_seq_lengths, call.cu_seqlens_q
+    if not are_known(*row_numbers):
         return
     _check_queries(call)
     if not are_known(call.page_table, None if call.mask is None else call.mask.indices):

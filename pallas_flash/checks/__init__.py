@@ -240,22 +240,23 @@ def value_size(name: str, x) -> int | None:
 
 def values_are_keys(size: int | None, key, value, names: tuple[str, str] = ("key", "value")):
     """Whether there is no value, since it is the first columns of the key, as many as `size`."""
-    of_key, of_value = names
+    key_name, value_name = names
     if value is not None:
         if size is not None:
             raise ValueError(
-                f"value_size is for {of_value}=None, where the values are the first columns of "
-                f"{of_key}; got {of_value} {jnp.shape(value)} and value_size {size}: leave one out."
+                f"value_size is for {value_name}=None, where the values are the first columns of "
+                f"{key_name}; got {value_name} {jnp.shape(value)} and value_size {size}: leave one "
+                "out."
             )
         return False
     if size is None:
         raise TypeError(
-            f"{of_value} must be an array; got NoneType. If the values are the first columns of "
-            f"{of_key}, pass their number: value_size."
+            f"{value_name} must be an array; got NoneType. If the values are the first columns of "
+            f"{key_name}, pass their number: value_size."
         )
     if key.shape and size > key.shape[-1]:
         raise ValueError(
-            f"value_size must be at most the H of {of_key} {key.shape}, whose first columns are "
+            f"value_size must be at most the H of {key_name} {key.shape}, whose first columns are "
             f"the values; got {size}."
         )
     return True

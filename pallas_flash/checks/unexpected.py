@@ -47,8 +47,8 @@ def _short(names: Collection[str]) -> list[str]:
 
 
 def _hint(name: str, known: Collection[str], hints: Hints) -> str | None:
-    of_name = hints.get(name, OURS.get(name, ()))
-    texts = (of_name,) if isinstance(of_name, str) else of_name
+    hint = hints.get(name, OURS.get(name, ()))
+    texts = (hint,) if isinstance(hint, str) else hint
     if name not in (*hints, *OURS, *NEEDLESS, *FLAX):
         texts = tuple(difflib.get_close_matches(name.lower(), known, 1))
     for text in texts:

@@ -307,8 +307,9 @@ class RoundTrip(NamedTuple):
             o, old = jax.tree.map(rows.take, carry, axes)
             o_pair, stats = pass_.inner(p, self.tiles, pair)
             shares, stats = online_softmax.merge([old, stats], log_base)
-            of_old, of_pair = (jnp.swapaxes(x, 1, 2)[..., None] for x in shares)  # [B, T, N, 1]
-            o = o * of_old + o_pair.astype(wide) * of_pair
+            # [B, T, N, 1]
+            old_share, pair_share = (jnp.swapaxes(x, 1, 2)[..., None] for x in shares)
+            o = o * old_share + o_pair.astype(wide) * pair_share
             return jax.tree.map(rows.put, carry, (o, stats), axes)
 
         attend = lambda t, keys, carry: self.each_pair(t, keys, merge, carry)
@@ -329,8 +330,8 @@ class RoundTrip(NamedTuple):
             def add(rows, b, p, pair, carry):
                 (dq, dbias, captured), (dk, dv) = carry
                 take = lambda y, axis: rows.take(self.heads.take(y, axis), axis)
-                of_rows = jax.tree.map(lambda y: take(y, 1), lse), take(do, 2), take(delta, 1)
-                new = self.pass_.inner(p, self.tiles, pair, *of_rows)
+                row_arrays = jax.tree.map(lambda y: take(y, 1), lse), take(do, 2), take(delta, 1)
+                new = self.pass_.inner(p, self.tiles, pair, *row_arrays)
                 if dbias is not None:
                     at = _tile_bounds(loop, self.problem, dbias, loop.device_at(t), rows.chunk, b)
                     tile = lax.dynamic_slice(dbias, *at) + new.bias.astype(wide)

@@ -104,8 +104,8 @@ def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
 def _map_cache(f, mesh, static, cache, arrays):
     fields = {name: x for name, x in cache._asdict().items() if x is not None}
     letters = AXES | dict(count="B", cu_seqlens="C") | cache.axes
-    of_keys = letters[cache._fields[0]], jax.typeof(cache[0]).sharding.spec
-    axes = {letter: axis for letter, axis in zip(*of_keys, strict=True) if letter in "BK"}
+    key_axes = zip(letters[cache._fields[0]], jax.typeof(cache[0]).sharding.spec, strict=True)
+    axes = {letter: axis for letter, axis in key_axes if letter in "BK"}
     axes["N"] = axes["K"]
     spec = lambda name, ndim: P(*map(axes.get, letters[name][-ndim:]))
     specs = lambda arrays: {name: spec(name, x.ndim) for name, x in arrays.items()}

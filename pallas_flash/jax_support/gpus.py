@@ -122,9 +122,9 @@ def find(device_kind: str) -> Kind | None:
 def least(capability: float | None) -> Kind:
     """The least that GPUs of a compute capability have. Where no row has it, GPUs of its major
     version count, and where no row has that either, all rows."""
-    of_major = lambda kind: capability and kind.architecture.capability[0] == int(capability)
+    same_major = lambda kind: capability and kind.architecture.capability[0] == int(capability)
     same = [kind for kind in KINDS.values() if kind.architecture.version == capability]
-    kinds = same or list(filter(of_major, KINDS.values())) or list(KINDS.values())
+    kinds = same or list(filter(same_major, KINDS.values())) or list(KINDS.values())
     architecture = min((kind.architecture for kind in kinds), key=lambda of: of.shared_kb)
     return Kind(
         "", architecture, min(kind.processors for kind in kinds), min(kind.l2_mb for kind in kinds)

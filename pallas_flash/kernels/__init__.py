@@ -62,8 +62,8 @@ class Family(Implementation):
         fits = self.has_tangent(tiles)
         if fits and not jax.tree.leaves(dx.captured):
             return self.tangent_by_kernel(problem, tiles, x, dx, rows, o, dlse)
-        of_captured = Gradients(None, None, None, captured=dx.captured) if fits else dx
-        args = problem, x, of_captured, rows, o, dlse
+        for_blockwise = Gradients(None, None, None, captured=dx.captured) if fits else dx
+        args = problem, x, for_blockwise, rows, o, dlse
         do, dlse = blockwise_tangent(self.log_base(problem), *args)
         others = dx._replace(captured=jax.tree.map(lambda _: None, dx.captured))
         if fits and jax.tree.leaves(others):

@@ -20,7 +20,7 @@ class PageLayout:
     axes: str = "PCKH"
 
     @property
-    def of_head(self) -> "PageLayout":
+    def without_heads(self) -> "PageLayout":
         """The layout of the pages of one head, which lack K."""
         return PageLayout(self.axes.replace("K", ""))
 

@@ -267,24 +267,24 @@ def _known_block_types(*args) -> np.ndarray:
 def _block_types(resolved_mask, batch, heads, queries, block_q, block_k, mask=None):
     mod = resolved_mask.mask_mod
     if mask is not None:
-        of_mod = types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
+        mod_types = types.from_array(mask, queries, resolved_mask.keys, block_q, block_k)
     elif mod is None:
         tiles = ceil_div(queries, block_q), ceil_div(resolved_mask.keys, block_k)
-        of_mod = jnp.full((1, 1, *tiles), types.FULL, jnp.int8)
+        mod_types = jnp.full((1, 1, *tiles), types.FULL, jnp.int8)
     elif mod.block_types is None:
         only_mod = ResolvedMask(resolved_mask.keys, mask_mod=mod)
-        of_mod = types.compute(only_mod, batch, heads, queries, block_q, block_k)
+        mod_types = types.compute(only_mod, batch, heads, queries, block_q, block_k)
     else:
-        of_mod = types.resize(
+        mod_types = types.resize(
             mod.block_types, mod.block_size, queries, resolved_mask.keys, block_q, block_k
         )
     row, at = _whole_tiles(resolved_mask, queries, block_q)
     start, stop, _ = jnp.broadcast_arrays(*at.interval(jnp.minimum(row, queries - 1)), row)
     keys = _by_tile(start, stop, at.contiguous, block_q, block_k)
     first, full_first, full_last, last = (x[:, None, :, None] for x in keys.ends)
-    j = jnp.arange(of_mod.shape[3], dtype=jnp.int32)[None, None, None]
+    j = jnp.arange(mod_types.shape[3], dtype=jnp.int32)[None, None, None]
     within = lambda first, last: ((first <= j) & (j < last)).astype(jnp.int8)
-    return jnp.minimum(of_mod, within(first, last) + within(full_first, full_last))
+    return jnp.minimum(mod_types, within(first, last) + within(full_first, full_last))
 
 
 def visited_blocks(block_types, least: int = 0) -> jax.Array:

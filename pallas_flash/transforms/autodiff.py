@@ -124,8 +124,8 @@ class Attention(equation.Equation):
         choice, (x,) = self.choice.for_gradient(), args
         _, residuals = _forward(self.problem, choice, x)
         none = jax.tree.map(lambda _: False, x.differentiable)
-        of_value = Gradient(self.problem, choice, none._replace(value=True))
-        gradient = of_value(residuals, (cotangents[0], jnp.zeros_like(residuals.stats.m)))
+        value_map = Gradient(self.problem, choice, none._replace(value=True))
+        gradient = value_map(residuals, (cotangents[0], jnp.zeros_like(residuals.stats.m)))
         return (jax.tree.map(lambda _: None, x)._replace(value=gradient.value),)
 
 
@@ -164,8 +164,8 @@ class Tangent(_Map):
             scale = RowScale(rows.lse, 1.0 if rows.factor is None else rows.factor, None)
         dlse = jnp.zeros_like(stats.m)
         if x.sinks is not None:
-            of_sinks = x.sinks[None, :, None].astype(dlse.dtype)
-            dlse = of_sinks * sink_weights(operands.sinks, scale, self.log_base)
+            dsinks = x.sinks[None, :, None].astype(dlse.dtype)
+            dlse = dsinks * sink_weights(operands.sinks, scale, self.log_base)
         args = operands, x._replace(sinks=None), rows, o, dlse
         do, dlse = choice.tangent(self.problem, choice.tiles, *args)
         do, dlse = zero_padded_rows(operands, do, dlse)
@@ -216,24 +216,24 @@ def _second(tangent: Tangent, residuals: Residuals, dx: Gradients, cotangents):
     rows, do, delta = prepare_cotangents(problem, by_blockwise.choice, in_base_e, cotangents)
     _, dlse = by_blockwise.run(in_base_e, dx)
     problem, x = by_blockwise.choice.implementation.convert(problem, operands)
-    gradients, of_sum = blockwise.second(problem, tiles, x, dx, rows, do, delta, dlse)
+    gradients, d_inverse_sum = blockwise.second(problem, tiles, x, dx, rows, do, delta, dlse)
     if operands.sinks is not None:
         along = 0.0 if dx.sinks is None else dx.sinks[None, :, None].astype(delta.dtype)
 
-        def of_sinks(sinks, inverse_sum):
+        def sinks_term(sinks, inverse_sum):
             weights = sink_weights(sinks, rows._replace(inverse_sum=inverse_sum))
             return -jnp.sum((along - dlse) * weights * delta)
 
-        by_each = jax.grad(of_sinks, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
-        gradients, of_sum = gradients._replace(sinks=by_each[0]), of_sum + by_each[1]
-    of_l = jnp.where(stats.empty, 0.0, -of_sum * jnp.square(rows.inverse_sum))
+        by_each = jax.grad(sinks_term, argnums=(0, 1))(operands.sinks, rows.inverse_sum)
+        gradients, d_inverse_sum = gradients._replace(sinks=by_each[0]), d_inverse_sum + by_each[1]
+    dl = jnp.where(stats.empty, 0.0, -d_inverse_sum * jnp.square(rows.inverse_sum))
     zeros = jax.tree.map(jnp.zeros_like, residuals)
     zeros = zeros._replace(operands=zeros.operands.with_differentiable(gradients))
     if residuals.stats.l is None:
-        of_stats = zeros.stats._replace(m=tangent.log_base.to_e(of_l))
+        dstats = zeros.stats._replace(m=tangent.log_base.to_e(dl))
     else:
-        of_stats = zeros.stats._replace(l=of_l)
-    pairs = zip(floats(zeros._replace(stats=of_stats)), floats(residuals), strict=True)
+        dstats = zeros.stats._replace(l=dl)
+    pairs = zip(floats(zeros._replace(stats=dstats)), floats(residuals), strict=True)
     return [a.astype(like.dtype) for a, like in pairs]
 
 
@@ -281,8 +281,8 @@ def gradients(problem: Problem, choice: Choice, residuals, cotangents) -> Gradie
         return gradients
     rows = lse if isinstance(lse, RowScale) else RowScale(lse, 1.0, None)
     weights = sink_weights(operands.sinks, rows, choice.implementation.log_base(problem))
-    of_sinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(operands.sinks.dtype)
-    return gradients._replace(sinks=of_sinks)
+    dsinks = -jnp.sum(weights * delta, axis=(0, 2)).astype(operands.sinks.dtype)
+    return gradients._replace(sinks=dsinks)
 
 
 def prepare_cotangents(problem: Problem, choice: Choice, residuals, cotangents):

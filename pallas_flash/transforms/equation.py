@@ -154,9 +154,9 @@ class Equation(Rules):
                 raise NotImplementedError(NOT_LINEAR)
             return pulled
 
-        of_results = [(0,) * len(cotangents)] * len(self.maps)
+        result_axes = [(0,) * len(cotangents)] * len(self.maps)
         cotangents = map(ad.instantiate_zeros, cotangents)
-        new = iter(self.vmap(pull, *of_results)(*map(zero, leaves), *cotangents))
+        new = iter(self.vmap(pull, *result_axes)(*map(zero, leaves), *cotangents))
 
         def summed(n):
             """Sums the cotangents of a leaf over the vmaps that share it."""
@@ -293,38 +293,38 @@ class Derivative(LinearMap):
     """The derivative of a map by its residuals: maps tangents of their floats to those of
     results."""
 
-    of: LinearMap
+    linear: LinearMap
 
     def run(self, residuals, x):
         inner, arg = residuals
 
         def function(floats):
-            of, of_inner = self.of.differentiable(_with_floats(inner, floats))
-            return of.run(of_inner, arg)
+            linear, new = self.linear.differentiable(_with_floats(inner, floats))
+            return linear.run(new, arg)
 
         return jax.jvp(function, (floats(inner),), (x,))[1]
 
     def results_like(self, residuals, x):
-        return self.of.results_like(*residuals)
+        return self.linear.results_like(*residuals)
 
     def transposed(self, x):
-        return Pullback(self.of)
+        return Pullback(self.linear)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pullback(LinearMap):
     """The transpose of `Derivative`."""
 
-    of: LinearMap
+    linear: LinearMap
 
     def run(self, residuals, x):
-        return self.of.vjp_of_residuals(*residuals, x)
+        return self.linear.vjp_of_residuals(*residuals, x)
 
     def results_like(self, residuals, x):
         return floats(residuals[0])
 
     def transposed(self, x):
-        return Derivative(self.of)
+        return Derivative(self.linear)
 
 
 def floats(tree) -> list:

@@ -54,7 +54,7 @@ def may_spread(ctx) -> bool:
 
 def lower(kernel_pass: Rules, ctx, *leaves, jaxpr, in_tree, out_tree):
     """Lowers a KernelPass to an operation that XLA's partitioner may spread over a mesh."""
-    spread = Partition.of(kernel_pass, ctx.avals_in, jaxpr.out_avals, in_tree)
+    spread = Partition.make(kernel_pass, ctx.avals_in, jaxpr.out_avals, in_tree)
     # the shapes of its results are all that is used
     call = custom_partitioning(lambda *_: [jnp.zeros(y.shape, y.dtype) for y in jaxpr.out_avals])
     call.def_partition(spread.partition, sharding_rule=spread.sharding_rule())
@@ -96,7 +96,7 @@ class Partition(NamedTuple):
     gradients: list[str]  # the axes of each result of one call's backward
 
     @classmethod
-    def of(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
+    def make(cls, kernel_pass: Rules, arrays, results, in_tree) -> "Partition":
         maps = kernel_pass.maps[::-1]  # the outermost vmap first
         vmaps = string.ascii_lowercase[: len(maps)]
         mapped = lambda n: "".join(

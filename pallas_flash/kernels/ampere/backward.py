@@ -91,8 +91,8 @@ def dk_dv(p: Problem, t: MmaTiles, x: Operands, lse, do, delta) -> list[jax.Arra
     gradients = []
     for names in [("dk",), ("dv",)] if t.separate_dk_dv else [("dk", "dv")]:
         kernel, name = functools.partial(_key_kernel, names=names), "_".join(names)
-        of_kernel = [outputs[name] for name in names]
-        gradients += _launch(kernel, p, t, inputs, programs, of_kernel, f"flash_attention_{name}")
+        results = [outputs[name] for name in names]
+        gradients += _launch(kernel, p, t, inputs, programs, results, f"flash_attention_{name}")
     return gradients
 
 

@@ -45,8 +45,8 @@ def scratch(p: Problem, t: MmaTiles, has: tuple[str, ...] = ("dq", "dk", "dv")) 
     """The shared memory of a program, beside the tangents that a call has."""
     queries = dict(q=t.width, dq=t.width)
     keys = dict(k=t.width, v=t.value_width, dk=t.width, dv=t.value_width)
-    of_call = lambda widths: [n for name, n in widths.items() if name in ("q", "k", "v", *has)]
-    return TileMemory.allocate(p, t, of_call(queries), of_call(keys))
+    present = lambda widths: [n for name, n in widths.items() if name in ("q", "k", "v", *has)]
+    return TileMemory.allocate(p, t, present(queries), present(keys))
 
 
 def tangent(
@@ -78,11 +78,11 @@ def _inputs(
     _, key_lengths = x.resolved_mask.lengths
     queries = (x.query, t.width), (dx.query, t.width)
     keys = (x.key, t.width), (x.value, t.value_width), (dx.key, t.width), (dx.value, t.value_width)
-    of_call = lambda arrays: zip(*(pair for pair in arrays if pair[0] is not None), strict=True)
+    present = lambda arrays: zip(*(pair for pair in arrays if pair[0] is not None), strict=True)
     o = jnp.pad(o, ((0, 0), (0, -p.queries % t.block_q), (0, 0), (0, t.value_width - p.value_size)))
     return TangentInputs(
-        PaddedRows.make(*of_call(queries), t.block_q, None),
-        PaddedRows.make(*of_call(keys), t.block_k, key_lengths),
+        PaddedRows.make(*present(queries), t.block_q, None),
+        PaddedRows.make(*present(keys), t.block_k, key_lengths),
         flat(o),
         logits.pad_bias(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),

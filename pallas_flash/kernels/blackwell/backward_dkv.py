@@ -178,11 +178,11 @@ def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: Gradient
         def add_head(g, _):
             blocks, position = query_blocks(g)
             head = work.head + g
-            of_head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, head)
+            head_logits = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, head)
 
             def step(n, _, masked):
                 at = position(n), work.batch, head, blocks.index(n) * ROWS
-                consumer.add(QueryBlock(*at, of_head), masked)
+                consumer.add(QueryBlock(*at, head_logits), masked)
 
             blocks.visit(step, None)
 
@@ -297,8 +297,8 @@ class DkvConsumer(NamedTuple):
         s = tile.load_columns(self.tensor.s, queries, size)
         plgpu.barrier_arrive(m.s_free)
         weights = [
-            self.probabilities(block, piece, place, lse.at[of_piece], masked)
-            for piece, place, of_piece in zip(s, places, rows, strict=True)
+            self.probabilities(block, piece, place, lse.at[piece_rows], masked)
+            for piece, place, piece_rows in zip(s, places, rows, strict=True)
         ]
         # whose commit follows dV and dK of the block before: that P and dS have been read
         plgpu.barrier_wait(m.dp_full)
@@ -310,9 +310,9 @@ class DkvConsumer(NamedTuple):
         plgpu.barrier_arrive(m.p_full)
         ds = [
             block.logits.gradient(
-                weight, back, piece, block.per_query(delta.at[of_piece], piece.shape)
+                weight, back, piece, block.per_query(delta.at[piece_rows], piece.shape)
             )
-            for (_, weight, back), piece, of_piece in zip(weights, dp, rows, strict=True)
+            for (_, weight, back), piece, piece_rows in zip(weights, dp, rows, strict=True)
         ]
         tma.fence()  # lse and delta have been read, and TMA may write there
         tile.store(ds_tmem, queries.start, ds)

@@ -32,7 +32,7 @@ class Lanes(NamedTuple):
     chunks: int
 
     @classmethod
-    def of(cls, rows: int, swizzle: int) -> "Lanes":
+    def make(cls, rows: int, swizzle: int) -> "Lanes":
         """As few tiles as leave no lane of four warps without one of the `rows` of a block."""
         chunks = swizzle // CHUNK
         tiles = max(WARPS * LANES // (rows * chunks), 1)
@@ -57,13 +57,13 @@ class Int(NamedTuple):
     value: Any
 
     @classmethod
-    def of(cls, n) -> "Int":
+    def convert(cls, n) -> "Int":
         """An int as a constant; an Int itself."""
         i32 = mgpu.utils.ir.IntegerType.get_signless(32)
         return n if isinstance(n, Int) else cls(mgpu.utils.arith.constant(i32, n))
 
     def _compute(self, operation: str, other) -> "Int":
-        return Int(getattr(mgpu.utils.arith, operation)(self.value, Int.of(other).value))
+        return Int(getattr(mgpu.utils.arith, operation)(self.value, Int.convert(other).value))
 
     def __add__(self, other):
         return self._compute("addi", other)
@@ -116,9 +116,9 @@ class Copy(NamedTuple):
 
     def target(self, place: Place):
         """Its bytes from the start of a slot."""
-        of_tiles = place.rows_of_tiles * (TILE_ROWS * self.row_bytes)
-        of_tile = of_tiles + place.tile * (TILE_ROWS * self.swizzle)
-        return of_tile + place.tile_row * self.swizzle + place.exchanged * CHUNK
+        tiles_offset = place.rows_of_tiles * (TILE_ROWS * self.row_bytes)
+        tile_offset = tiles_offset + place.tile * (TILE_ROWS * self.swizzle)
+        return tile_offset + place.tile_row * self.swizzle + place.exchanged * CHUNK
 
     def source(self, place: Place):
         """Its bytes from the start of its row."""
@@ -137,8 +137,8 @@ def copy_rows(source, numbers, slot, swizzle: int):
     `Lanes`, to the rows of a slot of this swizzle, as one copy by cp.async."""
     rows, width = slot.shape
     dtype = np.dtype(slot.dtype)
-    lanes = Lanes.of(rows, swizzle)
-    of_slot = Copy(lanes, swizzle, row_bytes(dtype, width))
+    lanes = Lanes.make(rows, swizzle)
+    slot_copy = Copy(lanes, swizzle, row_bytes(dtype, width))
     tiling = plgpu.TilingTransform((TILE_ROWS, columns(dtype, swizzle)))
     slot_type = plgpu.RefType((tiling, plgpu.SwizzleTransform(swizzle)))
 
@@ -150,9 +150,9 @@ def copy_rows(source, numbers, slot, swizzle: int):
         i8, i64 = (ir.IntegerType.get_signless(n) for n in (8, 64))
         advance = lambda pointer, n: mgpu.utils.getelementptr(pointer, [n], i8)
 
-        place = of_slot.place(divmod(Int(mgpu.utils.thread_idx()), WARPS * LANES)[1])
-        smem = advance(mgpu.utils.memref_ptr(slot), of_slot.target(place).value)
-        gmem = advance(mgpu.utils.memref_ptr(source), of_slot.source(place).value)
+        place = slot_copy.place(divmod(Int(mgpu.utils.thread_idx()), WARPS * LANES)[1])
+        smem = advance(mgpu.utils.memref_ptr(slot), slot_copy.target(place).value)
+        gmem = advance(mgpu.utils.memref_ptr(source), slot_copy.source(place).value)
         gmem = llvm.addrspacecast(llvm.PointerType.get(address_space=1), gmem)
         (stride, _), _ = ir.MemRefType(source.type).get_strides_and_offset()
         stride = arith.constant(i64, stride * dtype.itemsize)
@@ -166,12 +166,12 @@ def copy_rows(source, numbers, slot, swizzle: int):
 
         for n, number in enumerate(numbers.registers.flat):
             from_row = row(number)
-            for step in of_slot.steps(n):
+            for step in slot_copy.steps(n):
                 ends = advance(from_row, step.source), advance(smem, step.target)
                 if lanes.tiles <= step.tiles:
                     copy(*ends)
                 else:
-                    left = Int.of(step.tiles).value
+                    left = Int.convert(step.tiles).value
                     is_inside = arith.cmpi(arith.CmpIPredicate.ult, place.tile.value, left)
                     with mgpu.utils.when(is_inside):
                         copy(*ends)
@@ -203,7 +203,7 @@ class KeySource(NamedTuple):
         t = self.tiles
         if not t.gathers:
             return None
-        layout = Lanes.of(t.block_k, t.swizzle_in_slots).layout
+        layout = Lanes.make(t.block_k, t.swizzle_in_slots).layout
         position = n * t.block_k + iota(t.block_k, layout)
         return self.table.rows(self.batch, position, self.matrices[0].shape[1], layout)
 

@@ -126,8 +126,8 @@ class Merge(NamedTuple):
         layout = plgpu.Layout.SMEM_GMEM_COPY(
             size, jnp.float32, swizzle_of("float32", size[1:], WARP_ROWS)
         )
-        of_warp = [pl.ds(n, WARP_ROWS) for n in range(0, ROWS, WARP_ROWS)]
-        each = lambda ref, layout: [registers.load(ref.at[rows], layout) for rows in of_warp]
+        warp_rows = [pl.ds(n, WARP_ROWS) for n in range(0, ROWS, WARP_ROWS)]
+        each = lambda ref, layout: [registers.load(ref.at[rows], layout) for rows in warp_rows]
         states = map(SoftmaxState, *(each(ref, layout.reduce(1)) for ref in (self.m, self.l)))
         shares, stats = online_softmax.merge([*states], log_base, differentiable=False)
         parts = zip(each(self.o, layout), shares, strict=True)

@@ -129,7 +129,7 @@ class DqStore(NamedTuple):
     batch: IntLike
 
     def handoff(self, wg: IntLike) -> sync.Handoff:
-        ids = sync.BarrierIds.of(self.tiles)
+        ids = sync.BarrierIds.make(self.tiles)
         return sync.Handoff(Dq(self.smem.at[wg]), ids.dq_filled + wg, ids.dq_free + wg)
 
     def start(self) -> tuple[Rows, ...]:
@@ -205,7 +205,7 @@ def _kernel(
     query_blocks = block_info.query_blocks(
         x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
     )
-    ids = sync.BarrierIds.of(tiles)
+    ids = sync.BarrierIds.make(tiles)
     q, do = (
         sync.TmaRing(slots, full, released, tiles.warpgroups)
         for slots, full, released in (
@@ -269,11 +269,13 @@ def _kernel(
 
         def head(g, sums):
             blocks, position = query_blocks(g)
-            of_head = logits.for_head(problem, tile.LAYOUTS, x.logits, work.batch, work.head + g)
+            head_logits = logits.for_head(
+                problem, tile.LAYOUTS, x.logits, work.batch, work.head + g
+            )
 
             def step(t, sums, masked):
                 first_row = blocks.index(t) * tiles.block_q
-                block = QueryBlock(position(t), work.batch, work.head + g, first_row, of_head)
+                block = QueryBlock(position(t), work.batch, work.head + g, first_row, head_logits)
                 return consumer_at(opaque(wg)).add(block, masked, sums)
 
             return blocks.visit(step, sums)

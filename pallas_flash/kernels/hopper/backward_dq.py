@@ -101,7 +101,7 @@ def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: QueryTil
     *outputs, memory = refs
     key_bytes = tiles.key_bytes(problem.dtype)
     work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes)
-    ids = sync.BarrierIds.of(tiles)
+    ids = sync.BarrierIds.make(tiles)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)
 
@@ -187,7 +187,7 @@ class DqConsumer(tile.QueryConsumer):
     def sync_owners(self):
         """Waits for the others that own the same queries."""
         if self.tiles.split:
-            ids = sync.BarrierIds.of(self.tiles)
+            ids = sync.BarrierIds.make(self.tiles)
             sync.consumer_barrier(ids.consumers, self.tiles.warpgroups)
 
     def finish(self, dq, dq_gmem, delta_gmem=None):

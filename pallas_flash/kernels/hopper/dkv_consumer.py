@@ -77,7 +77,7 @@ class DkvConsumer(NamedTuple):
 
     @property
     def ids(self) -> sync.BarrierIds:
-        return sync.BarrierIds.of(self.tiles)
+        return sync.BarrierIds.make(self.tiles)
 
     def barrier(self):
         """Waits for all consumers."""

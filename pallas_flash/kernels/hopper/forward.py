@@ -164,7 +164,7 @@ class ForwardMemory(NamedTuple):
 def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: QueryTiles):
     *stats_gmem, memory = outputs
     owned = Program(problem, tiles, x, program)
-    ids = sync.BarrierIds.of(tiles)
+    ids = sync.BarrierIds.make(tiles)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.row_tiles)
     v_full = (memory.v_full,) * len(memory.v)
     v = sync.TmaRing(memory.v, v_full, ids.second_ring, tiles.warpgroups)

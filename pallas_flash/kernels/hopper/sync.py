@@ -32,7 +32,7 @@ class BarrierIds(NamedTuple):
     dq_free: int
 
     @classmethod
-    def of(cls, t) -> "BarrierIds":
+    def make(cls, t) -> "BarrierIds":
         """The ids in a kernel with tiles t."""
         reserved = t.warpgroups + 2
         return cls(

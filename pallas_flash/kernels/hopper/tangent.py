@@ -138,7 +138,7 @@ def _kernel(
 ):
     t = tiles
     work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))
-    ids = sync.BarrierIds.of(t)
+    ids = sync.BarrierIds.make(t)
     ring = lambda slots, full, first: sync.TmaRing(
         slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups
     )
@@ -187,10 +187,10 @@ class TangentConsumer(tile.QueryConsumer):
         if x.q.dx is not None:
             dq = self.rows(x.q.dx, self.tiles.width)
             plgpu.copy_gmem_to_smem(dq, memory.dq.at[wg], memory.dq_full.at[wg])
-        of_rows = x.rows.load(*self.by_row(self.first_row), tile.LAYOUTS.row)
+        tangent_rows = x.rows.load(*self.by_row(self.first_row), tile.LAYOUTS.row)
         for full in jax.tree.leaves((memory.q_full, memory.dq_full)):
             plgpu.barrier_wait(full.at[wg])
-        return QueryTile(self, blocks, of_rows, *self.load_logits(self.first_row))
+        return QueryTile(self, blocks, tangent_rows, *self.load_logits(self.first_row))
 
     def load_into_q(self, array):
         """Begins to load the consumer's rows of q, or in the end of o."""
@@ -205,7 +205,7 @@ class TangentConsumer(tile.QueryConsumer):
         plgpu.commit_smem()  # a barrier too: all warps have read q
         self.load_into_q(self.x.o)
         plgpu.barrier_wait(memory.q_full.at[wg])
-        do, dlse = rows.of_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
+        do, dlse = rows.tangent_rows.finish(self.problem, do, dlse, out[...].astype(jnp.float32))
         out[...] = do.astype(out.dtype)
         memory.dlse.at[wg][...] = dlse
         by_row = dlse_gmem.at[self.by_row(self.first_row)]
@@ -217,7 +217,7 @@ class QueryTile(NamedTuple):
 
     consumer: TangentConsumer
     blocks: schedule.Blocks
-    of_rows: TangentRows  # [64]
+    tangent_rows: TangentRows  # [64]
     head: logits.Logits
     mask: TileMask
 
@@ -289,7 +289,7 @@ class QueryTile(NamedTuple):
         s = tile.await_sum(s_acc, running=len(factors) + running)
         at = self.head.tile(c.first_row, self.blocks.index(t) * tiles.block_k, self.shape)
         prob, weight, back = self.head.probabilities(
-            s, at, lambda: per_row(self.of_rows.lse, self.shape), self.mask if masked else None
+            s, at, lambda: per_row(self.tangent_rows.lse, self.shape), self.mask if masked else None
         )
         prob = None if c.memory.v[0].dx is None else prob
         ds = tile.await_sum(ds_acc, running=running) if factors else None

@@ -97,8 +97,8 @@ def load_kv(
         def fill(first, k_gmem, v_gmem):
             def rows(arrays, start, size, width):
                 rows = pl.ds(first + start, size)
-                of_head = lambda x: tma.head_rows(x, work.batch, rows, work.kv_head, width)
-                return jax.tree.map(of_head, arrays)
+                head_rows = lambda x: tma.head_rows(x, work.batch, rows, work.kv_head, width)
+                return jax.tree.map(head_rows, arrays)
 
             k.fill(t, rows(k_gmem, 0, tiles.block_k, tiles.width), used)
             subtiles = tuple(
@@ -237,8 +237,8 @@ class QueryConsumer(NamedTuple):
     def load_logits(self, first_row: IntLike) -> tuple[logits.Logits, TileMask]:
         """The logits of the program's head, and the mask of 64 queries."""
         batch, head = self.work.batch, self.work.head
-        of_head = logits.for_head(self.problem, LAYOUTS, self.x.logits, batch, head)
-        return of_head, of_head.load_mask(batch, first_row, ROWS)
+        head_logits = logits.for_head(self.problem, LAYOUTS, self.x.logits, batch, head)
+        return head_logits, head_logits.load_mask(batch, first_row, ROWS)
 
 
 # Roles

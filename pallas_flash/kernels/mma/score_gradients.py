@@ -139,22 +139,22 @@ def _sums(inputs: ScoreInputs, shape: tuple[int, ...], dtype=jnp.float32) -> jax
     owns a tile of queries or of keys and sums over the others, or it owns a tile of both, and sums
     over batch rows and heads."""
     p, x, (by_query, by_key) = inputs.problem, inputs.operands, (n > 1 for n in shape[2:])
-    of_pairs = by_query and by_key
+    by_pair = by_query and by_key
     t = inputs.tiles.by_key if by_key and not by_query else inputs.tiles.by_query
-    if of_pairs:
+    if by_pair:
         kernel, blocks_of, heads = _pair_kernel, block_info.block_types, shape[:2]
     else:
         blocks_of = block_info.by_key_tile if t.owns_keys else block_info.by_query_tile
         kernel, heads = _side_kernel, (p.batch, p.heads)
     queries, keys = (p.queries, t.block_q), (p.keys, t.block_k)
-    sides = [queries, keys] if of_pairs else [keys if t.owns_keys else queries]
+    sides = [queries, keys] if by_pair else [keys if t.owns_keys else queries]
     tiles = [schedule.ceil_div(length, size) for length, size in sides]
     whole = (n * size for n, (_, size) in zip(tiles, sides, strict=True))
-    out = jax.ShapeDtypeStruct((*heads, *whole), dtype if of_pairs else jnp.float32)
+    out = jax.ShapeDtypeStruct((*heads, *whole), dtype if by_pair else jnp.float32)
     blocks = blocks_of(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     sums = _launch(kernel, inputs, t, blocks, math.prod((*heads, *tiles)), out)
     sums = sums[:, :, *(slice(length) for length, _ in sides)]
-    if of_pairs:
+    if by_pair:
         return sums
     return _reduce(jnp.expand_dims(sums, 2 if t.owns_keys else 3), shape).astype(dtype)
 
@@ -185,14 +185,15 @@ class TileLoop(NamedTuple):
         owned.copy(owned_tile, batch, owned_head, memory.owned, memory.owned_full)
         load_others(blocks.first)
         tile.wait(memory.owned_full)
-        of_head = logits.for_head(p, tile.LAYOUTS, x.logits, batch, head)._replace(read=self.read)
+        head_logits = logits.for_head(p, tile.LAYOUTS, x.logits, batch, head)
+        head_logits = head_logits._replace(read=self.read)
 
         def load_rows(i):
             """lse, delta and mask of a tile of queries."""
             rows = pl.ds(i * t.block_q, t.block_q)
             layout = tile.LAYOUTS.column if t.owns_keys else tile.LAYOUTS.row
             each = (load(ref.at[batch, head, rows], layout) for ref in (x.lse, x.delta))
-            return *each, of_head.load_mask(batch, rows.start, t.block_q, t.owns_keys)
+            return *each, head_logits.load_mask(batch, rows.start, t.block_q, t.owns_keys)
 
         owned_rows = None if t.owns_keys else load_rows(owned_tile)
 
@@ -200,17 +201,17 @@ class TileLoop(NamedTuple):
             block = ring.wait(n)
             load_others(n + 1)
             i, j = (owned_tile, blocks.index(n))[:: -1 if t.owns_keys else 1]
-            at = of_head.tile(i * t.block_q, j * t.block_k, self.shape, t.owns_keys)
+            at = head_logits.tile(i * t.block_q, j * t.block_k, self.shape, t.owns_keys)
 
             def gradient():
                 lse, delta, mask = load_rows(i) if owned_rows is None else owned_rows
                 product = lambda n: tile.dot_t(tile.load(memory.owned[n]), block[n])
-                _, weight, back = of_head.probabilities(
+                _, weight, back = head_logits.probabilities(
                     product(0), at, lambda: at.per_query(lse), mask if masked else None
                 )
-                return of_head.gradient(weight, back, product(1), at.per_query(delta))
+                return head_logits.gradient(weight, back, product(1), at.per_query(delta))
 
-            return add(sums, at, of_head.score_mod, gradient)
+            return add(sums, at, head_logits.score_mod, gradient)
 
         return blocks.visit(step, sums)
 

@@ -54,18 +54,18 @@ class Dropout(NamedTuple):
 
     def _words_of_queries(self, tile: ScoreTile):
         row = iota(tile.shape[0], tile.layouts.row)
-        of_row = dropout.of_row(self.first, tile.first_query + row)
-        second = dropout.of_column(self.second, jnp.asarray(tile.first_key, jnp.int32))
+        row_part = dropout.row_part(self.first, tile.first_query + row)
+        second = dropout.column_part(self.second, jnp.asarray(tile.first_key, jnp.int32))
         keys = (jnp.asarray(n, jnp.int32) for n in range(8))
-        return self._pack(dropout.word(of_row, dropout.of_column(second, key)) for key in keys)
+        return self._pack(dropout.word(row_part, dropout.column_part(second, key)) for key in keys)
 
     def _words_of_keys(self, tile: ScoreTile):
         """Four rows share random words: each of them computes the words of eight queries, and
         then they exchange the bits."""
         row, lane = iota(tile.shape[0], tile.layouts.row), row_mask.lane(tile.shape[0])
-        of_row = dropout.of_row(self.first, tile.first_query + lane)
-        of_column = dropout.of_column(self.second, tile.first_key + row)
-        words = (dropout.word(row_mask.from_eight(of_row, n), of_column) for n in range(8))
+        row_part = dropout.row_part(self.first, tile.first_query + lane)
+        column_part = dropout.column_part(self.second, tile.first_key + row)
+        words = (dropout.word(row_mask.from_eight(row_part, n), column_part) for n in range(8))
         return row_mask.transpose(self._pack(words), (16, 8))
 
     def _pack(self, words: Iterator):
@@ -87,10 +87,10 @@ class Dropout(NamedTuple):
         queries, keys = tile.shape
         count = max(keys // 4, 8)
         number, words = iota(count, tile.layouts.column), (queries, count)
-        of_row = dropout.of_row(self.first, tile.first_query + iota(queries, tile.layouts.row))
+        row_part = dropout.row_part(self.first, tile.first_query + iota(queries, tile.layouts.row))
         key = tile.first_key + (number & ~7) * 4 + (number & 7)
-        of_column = dropout.of_column(self.second, key)
-        word = dropout.word(per_row(of_row, words), per_column(of_column, words))
+        column_part = dropout.column_part(self.second, key)
+        word = dropout.word(per_row(row_part, words), per_column(column_part, words))
         # the first of its 32 keys, which the program knows
         first = tile.first_key if keys < dropout.UNIT else np.int32(0)
         eight = lambda key: dropout.stays(
@@ -101,9 +101,11 @@ class Dropout(NamedTuple):
     def _keeps_transposed(self, tile: ScoreTile):
         keys, queries = shape = tile.shape
         key = iota(keys, tile.layouts.row)
-        of_row = dropout.of_row(self.first, tile.first_query + iota(queries, tile.layouts.column))
-        of_column = dropout.of_column(dropout.of_column(self.second, tile.first_key), key)
-        word = dropout.word(per_column(of_row, shape), per_row(of_column, shape))
+        row_part = dropout.row_part(
+            self.first, tile.first_query + iota(queries, tile.layouts.column)
+        )
+        column_part = dropout.column_part(dropout.column_part(self.second, tile.first_key), key)
+        word = dropout.word(per_column(row_part, shape), per_row(column_part, shape))
         return dropout.stays(self.dropped, word, per_row(key, shape))
 
 

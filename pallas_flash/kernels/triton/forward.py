@@ -270,7 +270,7 @@ def _block(ref, table: PageTable | None, key: tile.Span):
     head's rows, or with a table of its pages."""
     if table is None:
         return ref.at[key.slice]
-    layout, last = table.layout.of_head, table.numbers.shape[0] - 1
+    layout, last = table.layout.without_heads, table.numbers.shape[0] - 1
     sizes = layout.sizes(ref.shape)
     number = table.numbers[jnp.minimum(key.index // table.page, last)]
     at = dict(P=jnp.clip(number, 0, sizes["P"] - 1), C=key.index % table.page)

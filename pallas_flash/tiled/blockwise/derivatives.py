@@ -42,7 +42,7 @@ class Slices(NamedTuple):
     captured: tuple
 
     @classmethod
-    def of_heads(cls, local: HeadSlice, heads: HeadRange, x: Gradients, dtype) -> "Slices":
+    def take(cls, local: HeadSlice, heads: HeadRange, x: Gradients, dtype) -> "Slices":
         by_key = lambda a: local.mask.zero_hidden_keys(by_head(a, heads)[:, :, 0].astype(dtype))
         query = x.query
         if query is not None:
@@ -87,8 +87,8 @@ class BlockTerms(NamedTuple):
             return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
         scale, is_finite = self.local.logits.exponent_scale, self.rows_are_finite
-        of_logits = x.of_logits, dx.of_logits
-        return softmax.with_tangent(scores, *of_logits, m, inverse_sum, scale, is_finite)
+        logit_operands = x.of_logits, dx.of_logits
+        return softmax.with_tangent(scores, *logit_operands, m, inverse_sum, scale, is_finite)
 
     def drop(self, weights):
         return self.local.logits.drop(weights, self.rows, self.keys)
@@ -105,12 +105,12 @@ def tangent(
 
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)
-        arrays, tangents = (Slices.of_heads(local, heads, a, wide) for a in (x.differentiable, dx))
+        arrays, tangents = (Slices.take(local, heads, a, wide) for a in (x.differentiable, dx))
         row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, dlse)
         by_row = *row, by_head(o, heads)
 
-        def query_block(rows: Block, key_blocks, of_rows, _):
-            m, inverse_sum, dlse_i, o_i = of_rows
+        def query_block(rows: Block, key_blocks, row_values, _):
+            m, inverse_sum, dlse_i, o_i = row_values
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 do, dlse, o = carry
@@ -157,18 +157,18 @@ def second(
 
     def one_range(heads: HeadRange, outputs):
         local = HeadSlice.take(p, tiles, heads, x)
-        arrays, tangents = (Slices.of_heads(local, heads, a, wide) for a in (x.differentiable, dx))
+        arrays, tangents = (Slices.take(local, heads, a, wide) for a in (x.differentiable, dx))
         row = _by_row(p, heads, row_scale.m, row_scale.inverse_sum, delta, dlse)
         by_row = *row, local.mask.zero_blind_rows(by_head(do, heads).astype(wide))
 
-        def query_block(rows: Block, key_blocks, of_rows, whole):
-            m, inverse_sum, delta_i, dlse_i, do_i = of_rows
+        def query_block(rows: Block, key_blocks, row_values, whole):
+            m, inverse_sum, delta_i, dlse_i, do_i = row_values
             if rows.first_new is not None:
                 is_new = each_row(rows.index[None] >= rows.first_new, p.group)
                 m = jnp.where(is_new, m, jnp.inf)
 
             def step(keys: Block, visible, rows_are_finite, carry):
-                dq, of_sum, dk, dv, dbias, captured = carry
+                dq, d_inverse_sum, dk, dv, dbias, captured = carry
                 terms = BlockTerms(local, rows, keys, visible, rows_are_finite)
                 along = tangents.block(rows, keys)
 
@@ -183,45 +183,47 @@ def second(
                     return total
 
                 block = arrays.block(rows, keys)
-                of_block, by_sum = jax.grad(product, argnums=(0, 1))(block, inverse_sum)
+                dblock, by_sum = jax.grad(product, argnums=(0, 1))(block, inverse_sum)
                 if dbias is not None:
-                    tile = keys.add(rows.take(dbias, 3), of_block.bias, 4)
+                    tile = keys.add(rows.take(dbias, 3), dblock.bias, 4)
                     dbias = rows.put(dbias, tile, 3)
                 return (
-                    dq + of_block.query,
-                    of_sum + by_sum,
-                    keys.add(dk, of_block.key, 2),
-                    keys.add(dv, of_block.value, 2),
+                    dq + dblock.query,
+                    d_inverse_sum + by_sum,
+                    keys.add(dk, dblock.key, 2),
+                    keys.add(dv, dblock.value, 2),
                     dbias,
-                    tuple(a + b for a, b in zip(captured, of_block.captured, strict=True)),
+                    tuple(a + b for a, b in zip(captured, dblock.captured, strict=True)),
                 )
 
             like = take_rows(rows, arrays.query), m
             start = *(jnp.zeros_like(a, dtype=wide) for a in like), *whole
-            dq, of_sum, *whole = local.each_key_block(rows, key_blocks, step, start, start)
-            return (dq, of_sum), whole
+            dq, d_inverse_sum, *whole = local.each_key_block(rows, key_blocks, step, start, start)
+            return (dq, d_inverse_sum), whole
 
-        of_operands, of_sums = outputs
+        gradients, d_inverse_sums = outputs
         like = arrays.query, row[1], arrays.key, arrays.value, arrays.bias
-        dq, of_sum, *zeros = (None if a is None else jnp.zeros_like(a) for a in like)
+        dq, d_inverse_sum, *zeros = (None if a is None else jnp.zeros_like(a) for a in like)
         # rows that are not new have zero
-        (dq, of_sum), (dk, dv, dbias, captured) = local.each_query_block(
-            query_block, by_row, Block.add, (dq, of_sum), [*zeros, of_operands.captured]
+        (dq, d_inverse_sum), (dk, dv, dbias, captured) = local.each_query_block(
+            query_block, by_row, Block.add, (dq, d_inverse_sum), [*zeros, gradients.captured]
         )
         if dbias is not None:
-            shape = heads.take(of_operands.bias, 1).shape
-            dbias = heads.add(of_operands.bias, dbias.reshape(shape), 1)
+            shape = heads.take(gradients.bias, 1).shape
+            dbias = heads.add(gradients.bias, dbias.reshape(shape), 1)
         put = lambda whole, part: heads.put(whole, from_heads(part), 2)
-        of_operands = Gradients(
-            put(of_operands.query, dq * local.logits.query_factor),
-            put(of_operands.key, dk[:, :, None]),
-            put(of_operands.value, dv[:, :, None]),
+        gradients = Gradients(
+            put(gradients.query, dq * local.logits.query_factor),
+            put(gradients.key, dk[:, :, None]),
+            put(gradients.value, dv[:, :, None]),
             dbias,
             captured=captured,
         )
-        return of_operands, heads.put(of_sums, of_sum.reshape(heads.batch, -1, p.queries), 1)
+        return gradients, heads.put(
+            d_inverse_sums, d_inverse_sum.reshape(heads.batch, -1, p.queries), 1
+        )
 
-    of_operands = jax.tree.map(
+    gradients = jax.tree.map(
         lambda a: jnp.zeros_like(a, dtype=wide), x.differentiable._replace(sinks=None)
     )
-    return each_heads(p, tiles.heads, one_range, (of_operands, jnp.zeros_like(delta)))
+    return each_heads(p, tiles.heads, one_range, (gradients, jnp.zeros_like(delta)))

@@ -68,11 +68,11 @@ def with_tangent(
     changes = [d is not None for d in dx]
     pick = lambda x: [a for a, c in zip(x, changes, strict=True) if c]
 
-    def of_changing(changing):
+    def varied(changing):
         changing = iter(changing)
         return scores(*(next(changing) if c else a for a, c in zip(x, changes, strict=True)))
 
-    s, ds = jax.jvp(of_changing, (pick(x),), (pick(dx),)) if any(changes) else (scores(*x), None)
+    s, ds = jax.jvp(varied, (pick(x),), (pick(dx),)) if any(changes) else (scores(*x), None)
     p = probabilities(s, m, inverse_sum, scale, rows_are_finite)
     return p, None if ds is None else p * _times(scale, ds)
 
