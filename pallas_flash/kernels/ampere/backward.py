@@ -66,12 +66,11 @@ def backward(problem: Problem, tiles: AmpereTiles, *operands) -> Gradients:
 
 def dq(p: Problem, t: MmaTiles, x: Operands, lse, do, delta):
     """dQ [B, T, N, H], by one kernel."""
-    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
     (dq,) = _launch(
         _dq_kernel,
         p,
         t,
-        GradientInputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta),
+        GradientInputs.make(PaddedRows.make, p, t, x, lse, do, delta),
         scheduler.query_programs(p, t.block_q),
         [Output(p.queries, t.block_q, p.heads, p.head_size, t.width)],
         "flash_attention_dq",
@@ -81,8 +80,7 @@ def dq(p: Problem, t: MmaTiles, x: Operands, lse, do, delta):
 
 def dk_dv(p: Problem, t: MmaTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv], by one kernel or one each."""
-    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    inputs = GradientInputs.make(PaddedRows.make, p, t, blocks, x, lse, do, delta)
+    inputs = GradientInputs.make(PaddedRows.make, p, t, x, lse, do, delta)
     programs = scheduler.key_programs(p, t.block_k)
     outputs = dict(
         dk=Output(p.keys, t.block_k, p.kv_heads, p.head_size, t.width),
@@ -166,9 +164,7 @@ def _key_kernel(
     p, t = problem, tiles
     work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
     rows = pl.ds(work.tile * t.block_k, t.block_k)
-    query_blocks = block_info.query_blocks(
-        x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
-    )
+    query_blocks = block_info.query_blocks(x, work, p, t)
     ring = tile.CopyRing(memory.ring, memory.ring_full)
     x.keys.copy(work.tile, work.batch, work.kv_head, memory.owned, memory.owned_full)
     if t.tma or t.keeps_owned:

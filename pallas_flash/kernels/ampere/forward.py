@@ -120,7 +120,7 @@ def _inputs(p: Problem, t: MmaTiles, x: Operands) -> ForwardInputs:
     return ForwardInputs(
         queries,
         PaddedRows.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
-        block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
+        block_info.by_query_tile(p, x, t.block_q, t.block_k),
         statistics.sinks(p, x),
         logits.arrays(p, x, t.tiling),
     )

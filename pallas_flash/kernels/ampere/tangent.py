@@ -86,7 +86,7 @@ def _inputs(
         flat(o),
         logits.pad_bias(dx.bias, t.tiling),
         TangentRows.make(p, t.block_q, rows, dlse),
-        block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
+        block_info.by_query_tile(p, x, t.block_q, t.block_k),
         logits.arrays(p, x, t.tiling),
     )
 

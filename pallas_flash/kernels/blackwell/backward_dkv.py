@@ -122,8 +122,7 @@ class TensorMemory(NamedTuple):
 
 def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv]."""
-    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta)
+    x = GradientInputs.by_tma(p, t, x, lse, do, delta)
     sums = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
@@ -141,9 +140,7 @@ def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: Gradient
     *outputs, (m, tensor) = refs
     p, t = problem, tiles
     work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
-    query_blocks = block_info.query_blocks(
-        x.blocks, x.logits.resolved_mask, work, p.queries, t.block_q, t.block_k
-    )
+    query_blocks = block_info.query_blocks(x, work, p, t)
     blocks, position = query_blocks(p.group - 1)
     count = opaque(position(blocks.last))
     q = tile.Ring(m.q, m.q_full, m.q_free, count)

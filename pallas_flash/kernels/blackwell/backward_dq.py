@@ -96,8 +96,7 @@ class TensorMemory(NamedTuple):
 
 def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> jax.Array:
     """dQ [B, T, N, H]."""
-    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta)
+    x = GradientInputs.by_tma(p, t, x, lse, do, delta)
     q, _ = x.queries.arrays
     (dq,) = launch(
         functools.partial(_kernel, problem=p, tiles=t),

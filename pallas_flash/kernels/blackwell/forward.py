@@ -127,7 +127,7 @@ def forward(problem: Problem, tiles: BlackwellTiles, x: Operands):
     inputs = ForwardInputs(
         tma.pad(x.query, t.swizzle),
         tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
-        block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k),
+        block_info.by_query_tile(p, x, t.block_q, t.block_k),
         statistics.sinks(p, x),
         logits.arrays(p, x, t.tiling),
     )

@@ -165,8 +165,7 @@ class DqStore(NamedTuple):
 
 def dkv(p: Problem, t: KeyTiles, x: Operands, lse, do, delta) -> dict[str, jax.Array]:
     """dk and dv, or one of them, and dq, as the tiles say, by name."""
-    blocks = block_info.by_key_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta)
+    x = GradientInputs.by_tma(p, t, x, lse, do, delta)
     (q, _), (k, v) = x.queries.arrays, x.keys.arrays
     outputs = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in dict(dk=k, dv=v).items()}
     outputs = {name: outputs[name] for name in t.sums}
@@ -202,9 +201,7 @@ def _kernel(
     outputs = dict(zip(names, outputs, strict=True))
     query_bytes, heads = tiles.query_bytes(problem.dtype), problem.group // tiles.group_parts
     work = scheduler.key_tile(program, problem, tiles.block_k, query_bytes, tiles.group_parts)
-    query_blocks = block_info.query_blocks(
-        x.blocks, x.logits.resolved_mask, work, problem.queries, tiles.block_q, tiles.block_k
-    )
+    query_blocks = block_info.query_blocks(x, work, problem, tiles)
     ids = sync.BarrierIds.make(tiles)
     q, do = (
         sync.TmaRing(slots, full, released, tiles.warpgroups)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, QueryTiles
-from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
+from pallas_flash.kernels.mosaic import logits, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
@@ -78,8 +78,7 @@ class DqMemory(NamedTuple):
 def dq(p: Problem, t: QueryTiles, x: Operands, lse, do, delta):
     """dQ, and delta, which may be given as its terms and is then of whole tiles of rows."""
     t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
-    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    x = GradientInputs.by_tma(p, t, blocks, x, lse, do, delta.dlse if t.sums_delta else delta)
+    x = GradientInputs.by_tma(p, t, x, lse, do, delta.dlse if t.sums_delta else delta)
     q, _ = x.queries.arrays
     outputs = [q]
     if t.sums_delta:

@@ -117,7 +117,7 @@ def check(t: QueryTiles, dtype: str):
 
 
 def _inputs(p: Problem, t: QueryTiles, x: Operands) -> ForwardInputs:
-    blocks_of = lambda rows: block_info.by_query_tile(p, x.resolved_mask, x.mask, rows, t.block_k)
+    blocks_of = lambda rows: block_info.by_query_tile(p, x, rows, t.block_k)
     blocks = blocks_of(t.block_q)
     _, key_lengths = x.resolved_mask.lengths
     return ForwardInputs(

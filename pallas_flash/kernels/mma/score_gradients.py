@@ -138,21 +138,17 @@ def _sums(inputs: ScoreInputs, shape: tuple[int, ...], dtype=jnp.float32) -> jax
     """Sums of a shape [B | 1, N | 1, T | 1, S | 1] over the axes that it broadcasts over. A program
     owns a tile of queries or of keys and sums over the others, or it owns a tile of both, and sums
     over batch rows and heads."""
-    p, x, (by_query, by_key) = inputs.problem, inputs.operands, (n > 1 for n in shape[2:])
+    p, (by_query, by_key) = inputs.problem, (n > 1 for n in shape[2:])
     by_pair = by_query and by_key
     t = inputs.tiles.by_key if by_key and not by_query else inputs.tiles.by_query
-    if by_pair:
-        kernel, blocks_of, heads = _pair_kernel, block_info.block_types, shape[:2]
-    else:
-        blocks_of = block_info.by_key_tile if t.owns_keys else block_info.by_query_tile
-        kernel, heads = _side_kernel, (p.batch, p.heads)
+    kernel, heads = (_pair_kernel, shape[:2]) if by_pair else (_side_kernel, (p.batch, p.heads))
     queries, keys = (p.queries, t.block_q), (p.keys, t.block_k)
     sides = [queries, keys] if by_pair else [keys if t.owns_keys else queries]
     tiles = [schedule.ceil_div(length, size) for length, size in sides]
     whole = (n * size for n, (_, size) in zip(tiles, sides, strict=True))
     out = jax.ShapeDtypeStruct((*heads, *whole), dtype if by_pair else jnp.float32)
-    blocks = blocks_of(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    sums = _launch(kernel, inputs, t, blocks, math.prod((*heads, *tiles)), out)
+    blocks = block_info.block_types if by_pair else None
+    sums = _launch(kernel, inputs, t, math.prod((*heads, *tiles)), out, blocks)
     sums = sums[:, :, *(slice(length) for length, _ in sides)]
     if by_pair:
         return sums
@@ -222,10 +218,9 @@ class TileLoop(NamedTuple):
     def blocks(self, work: WorkTile) -> schedule.Blocks:
         """The blocks that a tile of queries, or of keys, meets."""
         p, t, x = self.problem, self.tiles, self.x
-        args, sizes = (x.blocks, x.logits.resolved_mask, work), (p.queries, t.block_q, t.block_k)
         if t.owns_keys:
-            return block_info.query_blocks(*args, *sizes)(0)[0]
-        return block_info.key_blocks(*args, work.tile, *sizes)
+            return block_info.query_blocks(x, work, p, t)(0)[0]
+        return block_info.visited(x, work, p, t)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -237,13 +232,13 @@ class TileLoop(NamedTuple):
         return tile.zeros(*self.shape)
 
 
-def _launch(kernel, inputs: ScoreInputs, t: MmaTiles, blocks, programs: int, out) -> jax.Array:
+def _launch(kernel, inputs: ScoreInputs, t: MmaTiles, programs: int, out, blocks=None) -> jax.Array:
     p, x = inputs.problem, inputs.operands
     (sums,) = launch(
         lambda program, x, out, memory: kernel(
             program, TileLoop(p, t, inputs.read, x, memory), out
         ),
-        GradientInputs.make(PaddedRows.make, p, t, blocks, x, *inputs.rows),
+        GradientInputs.make(PaddedRows.make, p, t, x, *inputs.rows, blocks),
         programs=programs,
         out_type=[out],
         warpgroups=1,
@@ -299,14 +294,13 @@ def _entry_sums(inputs: ScoreInputs, entries: int) -> jax.Array:
     # registers hold sums, dS, and which entry each pair reads
     t = inputs.tiles.by_query
     t = t._replace(block_k=min(t.block_k, 32))
-    p, x = inputs.problem, inputs.operands
+    p = inputs.problem
     groups, tiles = schedule.ceil_div(entries, ENTRIES), schedule.ceil_div(p.queries, t.block_q)
     pairs = p.batch * p.heads * groups
     # as many programs as keep the GPU busy
     splits = min(tiles, schedule.ceil_div(4 * hardware.processors(), pairs))
     out = jax.ShapeDtypeStruct((p.batch, p.heads, splits, groups * ENTRIES), jnp.float32)
-    blocks = block_info.by_query_tile(p, x.resolved_mask, x.mask, t.block_q, t.block_k)
-    sums = _launch(_entry_kernel, inputs, t, blocks, pairs * splits, out)
+    sums = _launch(_entry_kernel, inputs, t, pairs * splits, out)
     return jnp.sum(sums[..., :entries], 2, keepdims=True)
 
 

@@ -24,7 +24,7 @@ from pallas_flash.kernels.mosaic.registers import (
 from pallas_flash.kernels.mosaic.row_mask import WORD, RowMask
 from pallas_flash.kernels.mosaic.scheduler import WorkTile
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.problem.arguments import Problem
+from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
 
@@ -54,30 +54,24 @@ def intervals(
 
 
 def by_query_tile(
-    p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
+    p: Problem, x: Operands, block_q: int, block_k: int
 ) -> jax.Array | VisitedBlocks | None:
     """The blocks of keys that each tile of queries visits, a table as of schedule.by_query_tile, or
     lists of at least one; None where the kernel computes them."""
-    if mask is None and resolved_mask.mask_mod is None:
-        return intervals(p, resolved_mask, block_q, block_k)[1]
-    return VisitedBlocks(
-        schedule.visited_blocks(_block_types(p, resolved_mask, mask, block_q, block_k), least=1)
-    )
+    if _has_intervals(x):
+        return intervals(p, x.resolved_mask, block_q, block_k)[1]
+    return VisitedBlocks(schedule.visited_blocks(_block_types(p, x, block_q, block_k), least=1))
 
 
 def by_key_tile(
-    p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
+    p: Problem, x: Operands, block_q: int, block_k: int
 ) -> jax.Array | VisitedBlocks | None:
     """The blocks of queries that see each tile of keys, perhaps none, as `by_query_tile` has blocks
     of keys."""
-    if mask is None and resolved_mask.mask_mod is None:
-        has_data = resolved_mask.has_data
-        return (
-            schedule.query_blocks(resolved_mask, p.queries, block_q, block_k) if has_data else None
-        )
-    visited = schedule.visited_blocks(
-        _block_types(p, resolved_mask, mask, block_q, block_k).swapaxes(2, 3)
-    )
+    if _has_intervals(x):
+        mask = x.resolved_mask
+        return schedule.query_blocks(mask, p.queries, block_q, block_k) if mask.has_data else None
+    visited = schedule.visited_blocks(_block_types(p, x, block_q, block_k).swapaxes(2, 3))
     B, _, tiles, _ = visited.shape
     count = jnp.broadcast_to(visited[..., 1], (B, p.heads, tiles)).reshape(
         B, p.kv_heads, p.group, tiles
@@ -86,16 +80,20 @@ def by_key_tile(
     return VisitedBlocks(visited, before.reshape(B, p.heads, tiles))
 
 
-def block_types(
-    p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int
-) -> jax.Array:
+def block_types(p: Problem, x: Operands, block_q: int, block_k: int) -> jax.Array:
     """Whether each tile of queries sees each block of keys in part or in full, or it is empty:
     int32 [B or 1, N or 1, tiles, blocks]."""
-    return jnp.asarray(_block_types(p, resolved_mask, mask, block_q, block_k), jnp.int32)
+    return jnp.asarray(_block_types(p, x, block_q, block_k), jnp.int32)
 
 
-def _block_types(p: Problem, resolved_mask: ResolvedMask, mask, block_q: int, block_k: int):
-    return schedule.block_types(resolved_mask, p.batch, p.heads, p.queries, block_q, block_k, mask)
+def _block_types(p: Problem, x: Operands, block_q: int, block_k: int):
+    sizes = p.batch, p.heads, p.queries, block_q, block_k
+    return schedule.block_types(x.resolved_mask, *sizes, x.mask)
+
+
+def _has_intervals(x: Operands) -> bool:
+    """Whether the mask is one of intervals alone."""
+    return x.mask is None and x.resolved_mask.mask_mod is None
 
 
 def broadcast_index(ref, *indices: IntLike) -> tuple[IntLike, ...]:
@@ -128,8 +126,8 @@ def key_blocks(
 
 
 def visited(x, work: WorkTile, p: Problem, t) -> schedule.Blocks:
-    """The blocks of keys that a program's tile of queries visits; x: a kernel's Inputs, t: its
-    Tiles."""
+    """The blocks of keys that a program's tile of queries visits; x: a kernel's inputs, t: its
+    tiles."""
     mask = x.logits.resolved_mask
     return key_blocks(x.blocks, mask, work, work.tile, p.queries, t.block_q, t.block_k)
 
@@ -139,12 +137,11 @@ def descend(by_tile, blocks: schedule.Blocks) -> schedule.Blocks:
     return blocks if isinstance(by_tile, VisitedBlocks) else blocks.reverse()
 
 
-def query_blocks(
-    by_tile, resolved_mask: ResolvedMask, work: WorkTile, queries: int, block_q: int, size: int
-) -> Callable:
-    """A function of g: the blocks of queries of the g-th head that see the tile's `size` keys, by
-    what `by_key_tile` returned, and a function of t: how many blocks come before position t,
-    with the blocks of earlier heads. No block is full where the tile hangs over the last key."""
+def query_blocks(x, work: WorkTile, p: Problem, t) -> Callable:
+    """A function of g: the blocks of queries of the g-th head that see a program's tile of keys,
+    and a function of t: how many blocks come before position t, with the blocks of earlier heads.
+    No block is full where the tile hangs over the last key. x and t: as in `visited`."""
+    by_tile = x.blocks
     if isinstance(by_tile, VisitedBlocks):
 
         def listed(g):
@@ -157,7 +154,9 @@ def query_blocks(
 
         return listed
     if by_tile is None:
-        blocks = _known_query_blocks(resolved_mask, work.tile, queries, block_q, size)
+        blocks = _known_query_blocks(
+            x.logits.resolved_mask, work.tile, p.queries, t.block_q, t.block_k
+        )
     else:
         blocks = schedule.Blocks.from_table(
             by_tile, *broadcast_index(by_tile, work.batch), work.tile

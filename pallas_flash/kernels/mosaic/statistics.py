@@ -66,9 +66,12 @@ class GradientInputs(NamedTuple):
 
     @classmethod
     def make(
-        cls, rows: Callable, p: Problem, t, blocks, x: Operands, lse, do, delta
+        cls, rows: Callable, p: Problem, t, x: Operands, lse, do, delta, blocks=None
     ) -> "GradientInputs":
-        """rows(arrays, widths, block size, lengths or None): a family's RaggedRows."""
+        """rows(arrays, widths, block size, lengths or None): a family's RaggedRows. `blocks`: the
+        function of block_info, by default for the tiles that a program owns."""
+        by_tile = block_info.by_key_tile if t.tiling.transposed else block_info.by_query_tile
+        blocks = (blocks or by_tile)(p, x, t.block_q, t.block_k)
         pad = lambda x, value: jnp.pad(
             x, ((0, 0), (0, 0), (0, -x.shape[2] % t.block_q)), constant_values=value
         )
