@@ -123,7 +123,7 @@ def _dq_kernel(
     program, x: GradientInputs, dq_gmem, memory: TileMemory, *, problem: Problem, tiles: MmaTiles
 ):
     p, t = problem, tiles
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    work = scheduler.query_tile(program, p, t)
     rows = pl.ds(work.tile * t.block_q, t.block_q)
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)
@@ -162,7 +162,7 @@ def _key_kernel(
     """Sums the gradients of these names, dk and dv."""
     *outputs, memory = refs
     p, t = problem, tiles
-    work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
+    work = scheduler.key_tile(program, p, t)
     rows = pl.ds(work.tile * t.block_k, t.block_k)
     query_blocks = block_info.query_blocks(x, work, p, t)
     ring = tile.CopyRing(memory.ring, memory.ring_full)

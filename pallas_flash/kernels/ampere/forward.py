@@ -130,7 +130,7 @@ def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles
     *stats_gmem, memory = outputs
     p, t = problem, tiles
     part = lax.axis_index("warpgroup") if t.warpgroups > 1 else 0
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    work = scheduler.query_tile(program, p, t)
     first_row = work.tile * t.block_q
     rows = pl.ds(first_row, t.block_q)
     part_of = lambda head: head * t.warpgroups + part

@@ -103,7 +103,7 @@ def _kernel(
     has: tuple[str, ...],
 ):
     p, t = problem, tiles
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    work = scheduler.query_tile(program, p, t)
     rows = pl.ds(work.tile * t.block_q, t.block_q)
     blocks = block_info.visited(x, work, p, t)
     head = logits.for_head(p, tile.LAYOUTS, x.logits, work.batch, work.head)

@@ -139,7 +139,7 @@ def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax
 def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: GradientTiles):
     *outputs, (m, tensor) = refs
     p, t = problem, tiles
-    work = scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
+    work = scheduler.key_tile(program, p, t)
     query_blocks = block_info.query_blocks(x, work, p, t)
     blocks, position = query_blocks(p.group - 1)
     count = opaque(position(blocks.last))

@@ -114,7 +114,7 @@ def _kernel(
     program, x: GradientInputs, dq_gmem, scratch, *, problem: Problem, tiles: GradientTiles
 ):
     (m, tensor), p, t = scratch, problem, tiles
-    work = scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+    work = scheduler.query_tile(program, p, t)
     blocks = block_info.visited(x, work, p, t)
     count = opaque(blocks.last) - blocks.first
     k = tile.Ring(m.k, m.k_full, m.k_free, count)

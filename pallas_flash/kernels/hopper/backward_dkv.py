@@ -199,8 +199,8 @@ def _kernel(
     """Sums the gradients that are named: dk, dv, dq."""
     *outputs, memory = refs
     outputs = dict(zip(names, outputs, strict=True))
-    query_bytes, heads = tiles.query_bytes(problem.dtype), problem.group // tiles.group_parts
-    work = scheduler.key_tile(program, problem, tiles.block_k, query_bytes, tiles.group_parts)
+    heads = problem.group // tiles.group_parts
+    work = scheduler.key_tile(program, problem, tiles, tiles.group_parts)
     query_blocks = block_info.query_blocks(x, work, problem, tiles)
     ids = sync.BarrierIds.make(tiles)
     q, do = (

@@ -98,8 +98,7 @@ def dq(p: Problem, t: QueryTiles, x: Operands, lse, do, delta):
 
 def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: QueryTiles):
     *outputs, memory = refs
-    key_bytes = tiles.key_bytes(problem.dtype)
-    work = scheduler.query_tile(program, problem, tiles.block_q, key_bytes)
+    work = scheduler.query_tile(program, problem, tiles)
     ids = sync.BarrierIds.make(tiles)
     k = sync.TmaRing(memory.k, memory.k_full, ids.first_ring, tiles.warpgroups)
     v = sync.TmaRing((memory.v,), (memory.v_full,), ids.second_ring, tiles.warpgroups)

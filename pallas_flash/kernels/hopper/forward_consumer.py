@@ -30,9 +30,7 @@ class Program(NamedTuple):
 
     def work_tile(self, n: IntLike) -> scheduler.WorkTile:
         p, t = self.problem, self.tiles
-        return scheduler.query_tile(
-            self.number, p, t.block_q, t.key_bytes(p.dtype), t.tiles_per_program, n
-        )
+        return scheduler.query_tile(self.number, p, t, t.tiles_per_program, n)
 
     def blocks(self, work: scheduler.WorkTile) -> schedule.Blocks:
         return self._blocks(self.x.blocks, work, work.tile, self.tiles.block_q)

@@ -137,7 +137,7 @@ def _kernel(
     tiles: QueryTiles,
 ):
     t = tiles
-    work = scheduler.query_tile(program, problem, t.block_q, t.key_bytes(problem.dtype))
+    work = scheduler.query_tile(program, problem, t)
     ids = sync.BarrierIds.make(t)
     ring = lambda slots, full, first: sync.TmaRing(
         slots, jax.tree.map(lambda _: full, slots), first, t.warpgroups

@@ -50,7 +50,7 @@ class QueryTiles(NamedTuple):
     def tiling(self) -> Tiling:
         return Tiling(self.block_q, self.block_k, self.block_k)
 
-    def key_bytes(self, dtype: str) -> int:
+    def row_bytes(self, dtype: str) -> int:
         """Bytes of a key and its value."""
         return row_bytes(dtype, self.width, self.value_width)
 
@@ -111,7 +111,7 @@ class KeyTiles(NamedTuple):
         64 each."""
         return self.warpgroups * ROWS // self.block_q
 
-    def query_bytes(self, dtype: str) -> int:
+    def row_bytes(self, dtype: str) -> int:
         """Bytes of a query and its do, and of its dq in float32 if the kernel adds to it."""
         dq = row_bytes("float32", self.width) if self.fused else 0
         return row_bytes(dtype, self.width, self.value_width) + dq

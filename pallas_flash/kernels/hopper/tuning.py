@@ -125,7 +125,7 @@ def _with_tiles_per_program(t: QueryTiles, p: Problem, processors: int) -> Query
         scheduler.divide_evenly(p, count, n)
         and programs(n) > processors
         and work(n) <= work(1)
-        and keys(n) * t.key_bytes(p.dtype) <= scheduler.section_bytes()
+        and keys(n) * t.row_bytes(p.dtype) <= scheduler.section_bytes()
     )
     most = LONG // schedule.ceil_div(p.keys, t.block_k) if t.q_stages > 1 else 1
     n = max(filter(fits, range(2, most + 1)), default=1)
@@ -138,7 +138,7 @@ def _with_parts(t: KeyTiles, p: Problem, processors: int) -> KeyTiles:
     """Chooses group_parts: the fewest that leave four programs to an SM, so that the last ones are
     short, and that each have queries for half of L2 at most."""
     programs = functools.partial(scheduler.key_programs, p, t.block_k)
-    head_bytes = p.queries * t.query_bytes(p.dtype)
+    head_bytes = p.queries * t.row_bytes(p.dtype)
     fits = lambda n: (
         programs(n) >= 4 * processors
         and 2 * head_bytes * (p.group // n) <= scheduler.section_bytes()

@@ -254,9 +254,9 @@ def _side_kernel(program, loop: TileLoop, out):
     p, t = loop.problem, loop.tiles
     if t.owns_keys:  # of one query head
         p = dataclasses.replace(p, kv_heads=p.heads)
-        size, work = t.block_k, scheduler.key_tile(program, p, t.block_k, t.row_bytes(p.dtype))
+        size, work = t.block_k, scheduler.key_tile(program, p, t)
     else:
-        size, work = t.block_q, scheduler.query_tile(program, p, t.block_q, t.row_bytes(p.dtype))
+        size, work = t.block_q, scheduler.query_tile(program, p, t)
     sums = loop.add_gradients(work, loop.blocks(work), loop.zeros())
     rows = pl.ds(work.tile * size, size)
     tile.store(out.at[work.batch, work.head, rows], jnp.sum(sums, axis=1))

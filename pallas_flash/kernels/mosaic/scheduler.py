@@ -54,22 +54,17 @@ def key_programs(p: Problem, block_k: int, group_parts: int = 1) -> int:
 
 
 def query_tile(
-    program: IntLike,
-    p: Problem,
-    block_q: int,
-    key_bytes: int,
-    tiles_per_program: int = 1,
-    number: IntLike = 0,
+    program: IntLike, p: Problem, t, tiles_per_program: int = 1, number: IntLike = 0
 ) -> WorkTile:
-    """Tile `number` of a program's tiles of queries, all of one head and as far from each other as
-    can be, or tiles of several heads; a key and its value take `key_bytes`. The last tiles, as a
-    rule, see most. A section has as many pairs of batch row and key/value head as L2 holds."""
-    count = schedule.ceil_div(p.queries, block_q)
+    """Tile `number` of a program's tiles t of queries, all of one head and as far from each other
+    as can be, or tiles of several heads. The last tiles, as a rule, see most. A section has as many
+    pairs of batch row and key/value head as L2 holds."""
+    count = schedule.ceil_div(p.queries, t.block_q)
     if tiles_per_program > count:
         index, tile = divmod_(program * tiles_per_program + number, count)
         return _query_tile(p, index, count - 1 - tile)
     programs = count // tiles_per_program
-    section = _section(p.batch * p.kv_heads, p.keys * key_bytes, p.group * programs)
+    section = _section(p.batch * p.kv_heads, p.keys * t.row_bytes(p.dtype), p.group * programs)
     index, tile = _pair(program, p.group * section, programs)
     return _query_tile(p, index, count - 1 - tile - number * programs)
 
@@ -80,20 +75,13 @@ def _query_tile(p: Problem, index: IntLike, tile: IntLike) -> WorkTile:
     return WorkTile(batch, head, divmod_(head, p.group)[0], tile)
 
 
-def key_tile(
-    program: IntLike,
-    p: Problem,
-    block_k: int,
-    query_bytes: int,
-    group_parts: int = 1,
-) -> WorkTile:
-    """The tile of keys that a program owns, and the first of its heads: one of `group_parts` parts
-    of the heads that share these keys. What is read and added to for a query takes `query_bytes`.
-    The first tiles, as a rule, are seen by most. A section has as many pairs of batch row and part
-    as L2 holds."""
-    heads, count = p.group // group_parts, schedule.ceil_div(p.keys, block_k)
+def key_tile(program: IntLike, p: Problem, t, group_parts: int = 1) -> WorkTile:
+    """The tile t of keys that a program owns, and the first of its heads: one of `group_parts`
+    parts of the heads that share these keys. The first tiles, as a rule, are seen by most. A
+    section has as many pairs of batch row and part as L2 holds."""
+    heads, count = p.group // group_parts, schedule.ceil_div(p.keys, t.block_k)
     parts = p.kv_heads * group_parts
-    section = _section(p.batch * parts, p.queries * heads * query_bytes, count)
+    section = _section(p.batch * parts, p.queries * heads * t.row_bytes(p.dtype), count)
     pair, tile = _pair(program, section, count)
     batch, part = divmod_(pair, parts)
     return WorkTile(batch, part * heads, divmod_(part, group_parts)[0], tile)
