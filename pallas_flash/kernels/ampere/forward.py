@@ -21,6 +21,7 @@ from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, Gpu, MmaTiles, Row,
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics
 from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import load, per_row
+from pallas_flash.kernels.mosaic.statistics import ForwardInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
 
@@ -50,16 +51,6 @@ TILES = (
     Row(MmaTiles(512, 512, 64, 32, warpgroups=2, swizzle=64)),
     Row(MmaTiles(512, 512, 64, 16, warpgroups=2, swizzle=64)),
 )
-
-
-class ForwardInputs(NamedTuple):
-    """The kernel's arrays, and what the mask comes to for rows, tiles and blocks."""
-
-    queries: PaddedRows  # q
-    keys: PaddedRows  # k, v
-    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
-    sinks: jax.Array | None  # [N], less what the logits omit
-    logits: logits.Arrays
 
 
 class ForwardMemory(NamedTuple):
@@ -113,17 +104,13 @@ def forward(problem: Problem, tiles: AmpereTiles, x: Operands):
 def _inputs(p: Problem, t: MmaTiles, x: Operands) -> ForwardInputs:
     _, key_lengths = x.resolved_mask.lengths
     if t.copies_q:
-        queries = PaddedRows.make([x.query], [t.width], t.block_q, None)
+        q = PaddedRows.make([x.query], [t.width], t.block_q, None)
     else:
         rows = padded_length(p.queries, t.block_q)
-        queries = PaddedRows((flat(pad(x.query, rows, t.width)),), None)
-    return ForwardInputs(
-        queries,
-        PaddedRows.make([x.key, x.value], [t.width, t.value_width], t.block_k, key_lengths),
-        block_info.by_query_tile(p, x, t.block_q, t.block_k),
-        statistics.sinks(p, x),
-        logits.arrays(p, x, t.tiling),
-    )
+        q = PaddedRows((flat(pad(x.query, rows, t.width)),), None)
+    widths = t.width, t.value_width
+    keys = PaddedRows.make([x.key, x.value], widths, t.block_k, key_lengths)
+    return ForwardInputs.make(p, t, x, q, keys)
 
 
 def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: MmaTiles):
@@ -145,14 +132,14 @@ def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles
     sum_parts = tile.SumOfParts(memory.scores, part)
 
     if t.copies_q:
-        x.queries.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)
+        x.q.copy(work.tile, work.batch, work.head, [memory.q], memory.q_full)
     for n in range(t.stages - 1):
         load_kv(blocks.first + n)
     if t.copies_q:
         tile.wait(memory.q_full)
         q = tile.load(memory.q) if t.keeps_q else None
     else:
-        q = load(x.queries.arrays[0].at[work.batch, rows, columns(t.width)], tile.LHS)
+        q = load(x.q.arrays[0].at[work.batch, rows, columns(t.width)], tile.LHS)
 
     def step(n, carry, masked):
         o, stats = carry
@@ -164,14 +151,14 @@ def _kernel(program, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles
             s = jnp.where(mask.visible(at), s, -jnp.inf)
         prob, alpha, stats = online_softmax.step(s, stats, p.log_base, scale)
         o = o * per_row(alpha, o.shape)
-        prob = head.drop(prob, at).astype(x.queries.dtype)
+        prob = head.drop(prob, at).astype(x.q.dtype)
         return tile.dot(o, tile.as_left(prob), v), stats
 
     sink = None if x.sinks is None else x.sinks[work.head]
     start = online_softmax.start(tile.rows(t.block_q, 0.0), p.log_base, sink, p.max_logits)
     o, stats = blocks.visit(step, (tile.zeros(t.block_q, t.value_width // t.warpgroups), start))
 
-    o = online_softmax.finish(o, stats.l, p.kept).astype(x.queries.dtype)
+    o = online_softmax.finish(o, stats.l, p.kept).astype(x.q.dtype)
     tile.store(o_gmem.at[work.batch, rows, columns(t.value_width)], o)
 
     def store_statistics():

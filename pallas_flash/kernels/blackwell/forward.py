@@ -21,7 +21,7 @@ from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistic
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
-from pallas_flash.kernels.mosaic.tma import RaggedRows
+from pallas_flash.kernels.mosaic.statistics import ForwardInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import online_softmax, schedule
 from pallas_flash.tiled.online_softmax import SoftmaxState
@@ -37,16 +37,6 @@ TILES = (
     ForwardTiles(128, 128),
     ForwardTiles(192, 128, value_stages=1),
 )
-
-
-class ForwardInputs(NamedTuple):
-    """The kernel's arrays, of sizes that TMA can take, and what the mask comes to."""
-
-    q: jax.Array  # [B, T, N, H]
-    keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv]
-    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
-    sinks: jax.Array | None  # [N], less what the logits omit
-    logits: logits.Arrays
 
 
 class ForwardMemory(NamedTuple):
@@ -123,14 +113,7 @@ def forward(problem: Problem, tiles: BlackwellTiles, x: Operands):
     if tiles.forward is None:
         return mma.forward(problem, tiles.by_mma, x)
     p, t = problem, tiles.forward
-    _, key_lengths = x.resolved_mask.lengths
-    inputs = ForwardInputs(
-        tma.pad(x.query, t.swizzle),
-        tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
-        block_info.by_query_tile(p, x, t.block_q, t.block_k),
-        statistics.sinks(p, x),
-        logits.arrays(p, x, t.tiling),
-    )
+    inputs = ForwardInputs.by_tma(p, t, x)
     o_type = jax.ShapeDtypeStruct(
         (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype
     )

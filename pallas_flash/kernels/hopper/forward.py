@@ -27,13 +27,11 @@ from pallas_flash.kernels.hopper.tile_sizes import ROWS, HopperTiles, QueryTiles
 from pallas_flash.kernels.mosaic import (
     block_info,
     elements,
-    logits,
     scheduler,
     statistics,
-    tma,
 )
 from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
-from pallas_flash.kernels.mosaic.tma import RaggedRows
+from pallas_flash.kernels.mosaic.statistics import ForwardInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 
@@ -64,19 +62,6 @@ TILES = (
 )
 
 
-class ForwardInputs(NamedTuple):
-    """The kernel's arrays, of sizes that TMA can take, and what the mask comes to for rows, tiles
-    and blocks."""
-
-    q: jax.Array  # [B, T, N, H]
-    keys: RaggedRows  # k [B, S, K, H], v [B, S, K, Hv]
-    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
-    # the same for the rows of each consumer; None too where they are lists
-    consumer_blocks: jax.Array | None
-    sinks: jax.Array | None  # [N], less what the logits omit
-    logits: logits.Arrays
-
-
 def forward(problem: Problem, tiles: HopperTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
@@ -85,7 +70,10 @@ def forward(problem: Problem, tiles: HopperTiles, x: Operands):
         return decoding.decode(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     check(t, p.dtype)
-    inputs = _inputs(p, t, x)
+    inputs = ForwardInputs.by_tma(p, t, x)
+    if not isinstance(inputs.blocks, block_info.VisitedBlocks):
+        by_consumer = block_info.by_query_tile(p, x, ROWS, t.block_k)
+        inputs = inputs._replace(consumer_blocks=by_consumer)
     o_type = jax.ShapeDtypeStruct(
         (*inputs.q.shape[:3], inputs.keys.arrays[1].shape[3]), x.query.dtype
     )
@@ -114,20 +102,6 @@ def check(t: QueryTiles, dtype: str):
             "split must be by 2 warpgroups, of values whose halves are whole tiles of "
             f"{columns} columns; got {t.warpgroups}, {t.value_width}."
         )
-
-
-def _inputs(p: Problem, t: QueryTiles, x: Operands) -> ForwardInputs:
-    blocks_of = lambda rows: block_info.by_query_tile(p, x, rows, t.block_k)
-    blocks = blocks_of(t.block_q)
-    _, key_lengths = x.resolved_mask.lengths
-    return ForwardInputs(
-        tma.pad(x.query, t.swizzle),
-        tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle),
-        blocks,
-        None if isinstance(blocks, block_info.VisitedBlocks) else blocks_of(ROWS),
-        statistics.sinks(p, x),
-        logits.arrays(p, x, t.tiling),
-    )
 
 
 class ForwardMemory(NamedTuple):

@@ -15,6 +15,7 @@ from pallas_flash.kernels.mosaic import block_info, elements, logits, scheduler,
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.launch import shared_matrix
 from pallas_flash.kernels.mosaic.registers import per_row
+from pallas_flash.kernels.mosaic.statistics import ForwardInputs
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import online_softmax, schedule
 from pallas_flash.tiled.online_softmax import SoftmaxState
@@ -25,7 +26,7 @@ class Program(NamedTuple):
 
     problem: Problem
     tiles: QueryTiles
-    x: Any  # forward.ForwardInputs
+    x: ForwardInputs
     number: IntLike
 
     def work_tile(self, n: IntLike) -> scheduler.WorkTile:

@@ -52,6 +52,30 @@ def sinks(p: Problem, x: Operands) -> jax.Array | None:
     return None if x.sinks is None else x.sinks - p.log_base.to_e(logits.soft_cap_constant(p))
 
 
+class ForwardInputs(NamedTuple):
+    """The arrays of a forward, and what the mask comes to for rows, tiles and blocks."""
+
+    q: Any  # as the family's kernel reads it
+    keys: tma.RaggedRows  # k, v
+    blocks: jax.Array | block_info.VisitedBlocks | None  # of block_info.by_query_tile
+    # the same for the rows of each consumer of Hopper's; None too where they are lists
+    consumer_blocks: jax.Array | None
+    sinks: jax.Array | None  # [N], less what the logits omit
+    logits: logits.Arrays
+
+    @classmethod
+    def make(cls, p: Problem, t, x: Operands, q, keys: tma.RaggedRows) -> "ForwardInputs":
+        blocks = block_info.by_query_tile(p, x, t.block_q, t.block_k)
+        return cls(q, keys, blocks, None, sinks(p, x), logits.arrays(p, x, t.tiling))
+
+    @classmethod
+    def by_tma(cls, p: Problem, t, x: Operands) -> "ForwardInputs":
+        """`make`, with arrays that TMA can read."""
+        _, key_lengths = x.resolved_mask.lengths
+        keys = tma.padded_rows([x.key, x.value], t.block_k, key_lengths, t.swizzle)
+        return cls.make(p, t, x, tma.pad(x.query, t.swizzle), keys)
+
+
 class GradientInputs(NamedTuple):
     """The arrays of a kernel, and what the mask comes to for rows, tiles and blocks."""
 
