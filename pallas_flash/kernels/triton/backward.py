@@ -27,15 +27,15 @@ TABLE_ENTRIES = 128  # that a program owns, at most
 
 def backward(problem: Problem, tiles: TritonTiles, x: Operands, lse, do, delta) -> Gradients:
     """The gradients of q, k, v, the bias, and the arrays that a score_mod reads."""
-    p, t, rows = problem, tiles, (do, lse, delta)
-    dk, dv = _dkv(p, t.dkv, x, *rows)
-    dbias = None if x.bias is None else _dbias(p, t.dq, x, *rows)
-    dtables = () if x.score is None else _dtables(p, t.dq, x, *rows)
-    dq = _dq(p, t.dq, x, *rows)
+    p, t, rows = problem, tiles, ((do, "btnv"), (lse, "bnt"), (delta, "bnt"))
+    dk, dv = _dkv(p, t.dkv, x, rows)
+    dbias = None if x.bias is None else _dbias(p, t.dq, x, rows)
+    dtables = () if x.score is None else _dtables(p, t.dq, x, rows)
+    dq = _dq(p, t.dq, x, rows)
     return Gradients(dq, dk, dv, dbias, captured=dtables)
 
 
-def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+def _dkv(p: Problem, tiles: Tiles, x: Operands, rows: tuple):
     blocks = schedule.query_blocks(x.resolved_mask, p.queries, tiles.block_q, tiles.block_k)
     x = mods.with_visited_blocks(p, tiles, x, by_key=True)
     shared = blocks.shape[0] == 1
@@ -44,7 +44,7 @@ def _dkv(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     grid = tile.grid(p, tiles, shape, index, s=tiles.block_k, n=p.group)
     block_spec = pl.BlockSpec((None, None, 4), lambda j, k, b: (0 if shared else b, j, 0))
     return grid.launch(
-        *(_dkv_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt"), (blocks, block_spec)),
+        *(_dkv_kernel, x, *rows, (blocks, block_spec)),
         out=[(x.key.dtype, "bskh"), (x.value.dtype, "bskv")],
         name="flash_attention_dkv",
     )
@@ -100,10 +100,10 @@ def _dkv_kernel(
     tile.store(dv_ref, dv, key.inside, tile.head(dv_ref, p.value_size))
 
 
-def _dq(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+def _dq(p: Problem, tiles: Tiles, x: Operands, rows: tuple):
     x = mods.with_visited_blocks(p, tiles, x)
     (dq,) = by_query_tile(p, tiles).launch(
-        *(_dq_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        *(_dq_kernel, x, *rows),
         out=[(x.query.dtype, "btnh")],
         name="flash_attention_dq",
     )
@@ -135,7 +135,7 @@ def _dq_kernel(x: Operands, do_ref, lse_ref, delta_ref, dq_ref, *, problem: Prob
     tile.store(dq_ref, dq * p.scale, row.inside, tile.head(dq_ref, p.head_size))
 
 
-def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
+def _dbias(p: Problem, tiles: Tiles, x: Operands, rows: tuple):
     """The gradient of the bias. A program owns a tile of it and sums dS over the axes that the bias
     broadcasts. A bias without queries or keys is small: there each program sums one batch row
     and head, and these sums are added afterwards."""
@@ -151,7 +151,7 @@ def _dbias(p: Problem, tiles: Tiles, x: Operands, do, lse, delta):
     index = lambda j, i, n, b: dict(b=b, n=n, t=i, s=j)
     bias_grid = tile.grid(p, tiles, shape, index, t=tiles.block_q, s=tiles.block_k)
     (dbias,) = grid.launch(
-        *(_dbias_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        *(_dbias_kernel, x, *rows),
         out=[(out, bias_grid.spec("bnts", out))],
         name="flash_attention_dbias",
     )
@@ -211,7 +211,7 @@ def _dbias_kernel(
     tile.store(dbias_ref, dbias, rows, keys)
 
 
-def _dtables(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
+def _dtables(p: Problem, tiles: Tiles, x: Operands, rows: tuple) -> tuple:
     """The gradient of each table that a score_mod reads: a sum over all pairs that read an entry,
     always in one order."""
     totals = [jnp.zeros_like(table) for table in x.score.tables]
@@ -220,7 +220,7 @@ def _dtables(p: Problem, tiles: Tiles, x: Operands, do, lse, delta) -> tuple:
         x.score.mod.reads, x.score.captured_by_head(p.batch, p.heads), strict=True
     ):
         if read.array < len(totals):
-            sums = _dtable(p, tiles, mods.flatten(x), do, lse, delta, read, number)
+            sums = _dtable(p, tiles, mods.flatten(x), rows, read, number)
             total = _table_gradient(sums, index, read, totals[read.array].shape)
             totals[read.array] = totals[read.array] + total.astype(totals[read.array].dtype)
             number += 1
@@ -243,9 +243,7 @@ def _table_gradient(sums, index: tuple, read: captured.Read, shape: tuple[int, .
     )
 
 
-def _dtable(
-    p: Problem, tiles: Tiles, x: Operands, do, lse, delta, read: captured.Read, number: int
-):
+def _dtable(p: Problem, tiles: Tiles, x: Operands, rows: tuple, read: captured.Read, number: int):
     """The sums [B, N, entries of the axes that differ] for read `number` of the tables. A program
     owns up to TABLE_ENTRIES of them, for one batch row and head. Where these read a single entry,
     it owns the part of the sum that comes from a tile of queries."""
@@ -260,7 +258,7 @@ def _dtable(
     index = lambda e, n, b: dict(b=b, B=b, n=n, k=n // p.group)
     out = jax.ShapeDtypeStruct((p.batch, p.heads, max(entries, programs)), jnp.float32)
     (sums,) = tile.grid(p, tiles, (programs, p.heads, p.batch), index).launch(
-        *(_dtable_kernel, x, (do, "btnv"), (lse, "bnt"), (delta, "bnt")),
+        *(_dtable_kernel, x, *rows),
         out=[(out, pl.BlockSpec((None, None, size), lambda e, n, b: (b, n, e)))],
         name="flash_attention_dtable",
         **dict(read=read, number=number, entries=entries),
