@@ -19,7 +19,7 @@ from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
-from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
+from pallas_flash.kernels.mosaic.launch import barriers, launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import QueryBlock
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.statistics import GradientInputs
@@ -70,7 +70,7 @@ class DkvMemory(NamedTuple):
     def allocate(cls, p: Problem, t: GradientTiles) -> "DkvMemory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         rows = plgpu.SMEM((t.value_stages, ROWS), jnp.float32)
-        barriers, ordered = tile.barriers, tile.ordered_barriers
+        ordered = tile.ordered_barriers
         return cls(
             k=block(ROWS, t.width),
             v=block(ROWS, t.value_width),

@@ -19,7 +19,7 @@ from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, ROWS, GradientTiles
 from pallas_flash.kernels.mosaic import block_info, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
-from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
+from pallas_flash.kernels.mosaic.launch import barriers, launch, shared_matrix
 from pallas_flash.kernels.mosaic.logits import Logits, for_head
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import GradientInputs
@@ -57,7 +57,7 @@ class DqMemory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: GradientTiles) -> "DqMemory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
-        barriers, ordered = tile.barriers, tile.ordered_barriers
+        ordered = tile.ordered_barriers
         return cls(
             q=block(ROWS, t.width),
             do=block(ROWS, t.value_width),

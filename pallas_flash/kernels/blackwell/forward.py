@@ -19,7 +19,7 @@ from pallas_flash.kernels.blackwell import tile
 from pallas_flash.kernels.blackwell.tile_sizes import ROWS, BlackwellTiles, ForwardTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, statistics, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
-from pallas_flash.kernels.mosaic.launch import Role, launch, shared_matrix, specialize
+from pallas_flash.kernels.mosaic.launch import Role, barriers, launch, shared_matrix, specialize
 from pallas_flash.kernels.mosaic.registers import ScoreTile, opaque
 from pallas_flash.kernels.mosaic.statistics import ForwardInputs
 from pallas_flash.problem.arguments import Operands, Problem
@@ -62,7 +62,7 @@ class ForwardMemory(NamedTuple):
     @classmethod
     def allocate(cls, p: Problem, t: ForwardTiles) -> "ForwardMemory":
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
-        barriers, ordered = tile.barriers, tile.ordered_barriers
+        ordered = tile.ordered_barriers
         n = t.row_tiles
         by_row = plgpu.SMEM((n, ROWS), jnp.float32)
         return cls(

@@ -75,11 +75,6 @@ def exp2_of_tile(x, columns: int):
 # mbarriers
 
 
-def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
-    """mbarriers of TMA, or of values in registers and shared memory."""
-    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
-
-
 def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
     """mbarriers by which products, or loads and stores of tensor memory, wait for each other."""
     return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals, orders_tensor_core=True)

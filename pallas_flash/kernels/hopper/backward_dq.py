@@ -15,7 +15,7 @@ from pallas_flash.kernels.hopper.tile_sizes import ROWS, QueryTiles
 from pallas_flash.kernels.mosaic import logits, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
 from pallas_flash.kernels.mosaic.elements import SWIZZLES
-from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
+from pallas_flash.kernels.mosaic.launch import barriers, launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Operands, Problem
@@ -58,7 +58,6 @@ class DqMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: QueryTiles) -> "DqMemory":
-        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         count, do = t.row_tiles, block(t.row_tiles, ROWS, t.value_width)
         return cls(

@@ -30,7 +30,7 @@ from pallas_flash.kernels.mosaic import (
     scheduler,
     statistics,
 )
-from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
+from pallas_flash.kernels.mosaic.launch import barriers, launch, shared_matrix
 from pallas_flash.kernels.mosaic.statistics import ForwardInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
@@ -118,7 +118,6 @@ class ForwardMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: QueryTiles) -> "ForwardMemory":
-        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
         tiles_of_q = t.q_stages * t.row_tiles
         fields = jax.tree.leaves(statistics.types(p, t.block_q))

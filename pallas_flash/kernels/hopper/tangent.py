@@ -17,7 +17,7 @@ from pallas_flash.kernels.hopper import sync, tile
 from pallas_flash.kernels.hopper.tile_sizes import ROWS, HopperTiles, QueryTiles
 from pallas_flash.kernels.mosaic import block_info, logits, scheduler, tma
 from pallas_flash.kernels.mosaic.block_info import TileMask
-from pallas_flash.kernels.mosaic.launch import launch, shared_matrix
+from pallas_flash.kernels.mosaic.launch import barriers, launch, shared_matrix
 from pallas_flash.kernels.mosaic.registers import opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import TangentRows
 from pallas_flash.kernels.mosaic.tma import RaggedRows
@@ -72,7 +72,6 @@ class TangentMemory(NamedTuple):
     def allocate(cls, p: Problem, t: QueryTiles, tangents=(True, True, True)) -> "TangentMemory":
         """tangents: whether q, k and v have one."""
         block = functools.partial(shared_matrix, p.dtype)
-        barriers = lambda n, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=n)
         has_dq, has_dk, has_dv = tangents
         dq = block(t.warpgroups, ROWS, t.width, swizzle=t.swizzle)
         k = block(t.stages, t.block_k, t.width, swizzle=t.swizzle)

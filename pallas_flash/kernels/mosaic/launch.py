@@ -102,6 +102,11 @@ def shared_matrix(dtype, *shape: int, swizzle: int):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
+def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+    """mbarriers of TMA, or of values in registers and shared memory."""
+    return plgpu.Barrier(num_barriers=count, num_arrivals=arrivals)
+
+
 def shared_bytes(scratch) -> int:
     """Bytes that a pytree of arrays and mbarriers takes."""
     return sum(map(_size, jax.tree.leaves(scratch)))
