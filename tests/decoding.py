@@ -15,9 +15,7 @@ IMPLEMENTATIONS = ("blockwise", "triton")
 MOSAIC = ("hopper", "ampere")
 B, N, K, H, HV = 3, 6, 2, 11, 5
 T, PAGES = 5, 6
-needs_interpreter = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
+needs_interpreter = gpu_interpreter.needs_interpreter
 ints = lambda *x: np.array(x, np.int32)
 
 

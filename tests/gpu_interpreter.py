@@ -59,6 +59,8 @@ except ImportError as error:
 if MISSING:
     MISSING = f"jax {jax.__version__} is too old to run Mosaic GPU kernels on a CPU: {MISSING}"
 
+needs_interpreter = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
 DEADLOCK_SECONDS = 60.0
 
 
@@ -105,32 +107,32 @@ def parameters(detect_races: bool = False):
 
 
 @contextlib.contextmanager
-def hopper_kernels(detect_races: bool = False):
-    """Lets `implementation="hopper"` run here, on a Hopper GPU if there is one, else in the
-    interpreter, where what runs by mma copies by TMA. Small calls run what large ones do where
-    gradients may be added in any order. Yields Races, of which the interpreter alone finds any: a
-    test that needs one is not marked `gpu`."""
-    is_here = hardware.compute_capability() == 9.0
+def kernels(implementation: str, detect_races: bool = False, tma: bool = False):
+    """Lets Mosaic kernels run here, on a GPU of theirs if there is one, else in the interpreter;
+    others, which Pallas' own interpreter runs, need nothing. What runs by mma copies by TMA on
+    Hopper; for `ampere` by cp.async with the tiles of an A100, or by TMA with those of an RTX 5090,
+    and on a GPU by what it has. Small calls run what large ones do where gradients may be added in
+    any order. Yields Races, of which the interpreter alone finds any: a test that needs one is not
+    marked `gpu`."""
+    here = hardware.compute_capability() or 0.0
+    match implementation:
+        case "hopper":
+            is_here, has_tma, memory_of = here == 9.0, True, 9.0
+        case "blackwell":
+            is_here, has_tma, memory_of = here in (10.0, 10.3), True, 10.0
+        case "ampere":
+            is_here, has_tma, memory_of = here >= 8.0, tma, None if tma else 8.0
+        case _:
+            yield Races()
+            return
     one_kernel = mock.patch.object(tuning, "ONE_KERNEL_KEYS", 0)
-    with one_kernel, _with_tma(True, 9.0), _kernels(is_here, detect_races) as races:
+    with one_kernel, _with_tma(has_tma, memory_of), _kernels(is_here, detect_races) as races:
         yield races
 
 
-@contextlib.contextmanager
-def blackwell_kernels(detect_races: bool = False):
-    """The same for `implementation="blackwell"`."""
-    is_here = (hardware.compute_capability() or 0.0) in (10.0, 10.3)
-    with _with_tma(True, 10.0), _kernels(is_here, detect_races) as races:
-        yield races
-
-
-@contextlib.contextmanager
-def ampere_kernels(detect_races: bool = False, tma: bool = False):
-    """The same for `implementation="ampere"`; in the interpreter they copy by cp.async with the
-    tiles of an A100, or by TMA with those of an RTX 5090, on a GPU by what it has."""
-    is_here = (hardware.compute_capability() or 0.0) >= 8.0
-    with _with_tma(tma, None if tma else 8.0), _kernels(is_here, detect_races) as races:
-        yield races
+hopper_kernels, ampere_kernels = (
+    functools.partial(kernels, implementation) for implementation in ("hopper", "ampere")
+)
 
 
 def _with_tma(tma: bool, memory_of: float | None = None):
@@ -139,14 +141,6 @@ def _with_tma(tma: bool, memory_of: float | None = None):
         return contextlib.nullcontext()
     size = gpus.least(memory_of).architecture.program_bytes
     return mock.patch.multiple(hardware, has_tma=lambda: tma, shared_memory=lambda: size)
-
-
-def kernels(implementation: str, **kw):
-    """The same for any implementation: one that Pallas' own interpreter runs needs nothing."""
-    mosaic = dict(hopper=hopper_kernels, blackwell=blackwell_kernels, ampere=ampere_kernels).get(
-        implementation
-    )
-    return contextlib.nullcontext(Races()) if mosaic is None else mosaic(**kw)
 
 
 @contextlib.contextmanager
@@ -212,11 +206,8 @@ ONE_DEVICE = dict(device_id=0, num_devices=1, axis_indices={}, axis_sizes={})
 def _one_after_another():
     """Kernels of several devices run one after another, each as if alone: jax's end together, and
     wait in vain for a device that runs none, or another one."""
-    turn, initialise, clean_up = (
-        threading.Lock(),
-        gpu_callbacks._initialize_shared_memory,
-        gpu_callbacks._clean_up_shared_memory,
-    )
+    turn, initialise = threading.Lock(), gpu_callbacks._initialize_shared_memory
+    clean_up = gpu_callbacks._clean_up_shared_memory
 
     def begin(**kw):
         if not turn.acquire(timeout=DEADLOCK_SECONDS):
@@ -258,11 +249,8 @@ def _interpret(
         needed = [
             v for v in variables(v for eqn in between for v in eqn.invars) if v not in set(written)
         ]
-        later = {
-            v
-            for v in variables([*jaxpr.outvars, *(v for eqn in jaxpr.eqns[i:] for v in eqn.invars)])
-        }
-        kept = [v for v in written if v in later]
+        later = variables([*jaxpr.outvars, *(v for eqn in jaxpr.eqns[i:] for v in eqn.invars)])
+        kept = [v for v in written if v in set(later)]
         part = SimpleNamespace(constvars=[], invars=needed, eqns=between, outvars=kept)
         token, values = stock(self, part, token, *map(read, needed))
         env.update(zip(kept, values, strict=True))
@@ -290,6 +278,10 @@ def _call(self, function, token, result=None, **kw):
     )
 
 
+def _wait(self, token, what: str, running: int):
+    return _call(self, functools.partial(gpu_memory.wait, what=what, running=running), token)
+
+
 def _run_state(self, eqn, token, values):
     """Values become buffers in registers while the body runs; at its end all products are waited
     for."""
@@ -301,7 +293,7 @@ def _run_state(self, eqn, token, values):
             token, value = _allocate(self, token, value, eqn.source_info)
         keys.append(value)
     token, _ = self.interpret(jaxpr, token, *keys)
-    token = _call(self, functools.partial(gpu_memory.wait_for_products, n=0), token)
+    token = _wait(self, token, "products", 0)
     out = []
     for value, key, ref, var in zip(values, keys, is_ref, eqn.outvars, strict=True):
         if not ref:
@@ -337,50 +329,35 @@ def _allocate(self, token, value, source_info):
 
 def _accumulator_load(self, eqn, token, values):
     if (n := eqn.params["wait_n"]) is not None:
-        token = _call(self, functools.partial(gpu_memory.wait_for_products, n=n), token)
+        token = _wait(self, token, "products", n)
     token, value = self._interpret_wgmma_accumulator_deref_p(eqn, token, lambda: values)
     return token, [value]
 
 
 def _wgmma_wait(self, eqn, token, values):
-    return _call(
-        self, functools.partial(gpu_memory.wait_for_products, n=eqn.params["n"]), token
-    ), []
+    return _wait(self, token, "products", eqn.params["n"]), []
 
 
 def _inline_mgpu(self, eqn, token, values):
-    if eqn.params["mgpu_fn"].__name__ == "some_below_one":
-        return token, [jnp.any(values[0] < 1).astype(jnp.int32)]
-    if eqn.params["mgpu_fn"].__name__ == "iota_in_layout":
-        return token, [jnp.arange(eqn.outvars[0].aval.size, dtype=jnp.int32)]
-    if eqn.params["mgpu_fn"].__name__ == "shift_into_float32":
-        return token, [values[0].astype(jnp.float32)]
-    if eqn.params["mgpu_fn"].__name__ == "warp":  # a warpgroup is one thread
-        return token, [jnp.int32(0)]
-    if eqn.params["mgpu_fn"].__name__ == "relabel":
-        return token, values
-    if compute := _ROW_BITS.get(eqn.params["mgpu_fn"].__name__):
-        return token, [compute(inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals, *values)]
-    if eqn.params["mgpu_fn"].__name__ == "columns_by_warp":
-        x = values[0]  # 8 columns of 32 for each of four warps
-        by_warp = x.reshape(len(x), -1, 4, 8).transpose(2, 0, 1, 3)
-        return token, [by_warp.reshape(4 * len(x), -1)]
-    if eqn.params["mgpu_fn"].__name__ == "dot_by_warp":
-        acc, a, b = (x.astype(jnp.float32) for x in values)
-        a, b = a.reshape(4, 16, -1), b.reshape(-1, 4, 8, b.shape[1]).swapaxes(0, 1)
-        return token, [acc + (a @ b.reshape(4, -1, b.shape[-1])).reshape(acc.shape)]
-    if eqn.params["mgpu_fn"].__name__ == "gather":
-        ((ref, transforms), *index) = _references(eqn, values)
-        read = dict(key=ref, transforms=transforms, index=tuple(index))
-        token, value = _call(self, gpu_memory.gather, token, eqn.outvars[0].aval, **read)
-        return token, [value]
-    if eqn.params["mgpu_fn"].__name__ == "copy_rows":
-        source, rows, target = _references(eqn, values)
-        return _cp_async(self, eqn, token, source, target, rows=rows), []
-    if eqn.params["mgpu_fn"].__name__ == "wait_for_cp_async":
-        at = inspect.getclosurevars(eqn.params["mgpu_fn"]).nonlocals
-        wait = functools.partial(gpu_memory.wait_for_cp_async, n=at["running"])
-        return _call(self, wait, token), []
+    function = eqn.params["mgpu_fn"]
+    at = inspect.getclosurevars(function).nonlocals
+    if compute := _OF_VALUES.get(function.__name__):
+        return token, [compute(at, *values)]
+    match function.__name__:
+        case "iota_in_layout":
+            return token, [jnp.arange(eqn.outvars[0].aval.size, dtype=jnp.int32)]
+        case "relabel":
+            return token, values
+        case "gather":
+            ((ref, transforms), *index) = _references(eqn, values)
+            read = dict(key=ref, transforms=transforms, index=tuple(index))
+            token, value = _call(self, gpu_memory.gather, token, eqn.outvars[0].aval, **read)
+            return token, [value]
+        case "copy_rows":
+            source, rows, target = _references(eqn, values)
+            return _cp_async(self, eqn, token, source, target, rows=rows), []
+        case "wait_for_cp_async":
+            return _wait(self, token, "copies", at["running"]), []
     return self._interpret_inline_mgpu_p(eqn, token, lambda: values)
 
 
@@ -394,7 +371,19 @@ def _references(eqn, values) -> list:
     ]
 
 
-# kernels/mosaic/row_mask.py, whose functions close over the names in `at`
+# Inline functions of values alone, which close over the names in `at`
+
+
+def _columns_by_warp(_, x):
+    """8 columns of 32 for each of four warps."""
+    by_warp = x.reshape(len(x), -1, 4, 8).transpose(2, 0, 1, 3)
+    return by_warp.reshape(4 * len(x), -1)
+
+
+def _dot_by_warp(_, *values):
+    acc, a, b = (x.astype(jnp.float32) for x in values)
+    a, b = a.reshape(4, 16, -1), b.reshape(-1, 4, 8, b.shape[1]).swapaxes(0, 1)
+    return acc + (a @ b.reshape(4, -1, b.shape[-1])).reshape(acc.shape)
 
 
 def _select_by_bits(at, x, *words):
@@ -417,7 +406,12 @@ def _lanes_equal(_, x, others):
     return _bits(x[:, None] == of_warp)
 
 
-_ROW_BITS = dict(
+_OF_VALUES = dict(
+    some_below_one=lambda _, x: jnp.any(x < 1).astype(jnp.int32),
+    shift_into_float32=lambda _, x: x.astype(jnp.float32),
+    warp=lambda *_: jnp.int32(0),  # a warpgroup is one thread
+    columns_by_warp=_columns_by_warp,
+    dot_by_warp=_dot_by_warp,
     select_by_bits=_select_by_bits,
     bit_interval=_bit_interval,
     lanes_equal=_lanes_equal,

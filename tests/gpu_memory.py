@@ -70,21 +70,26 @@ def wgmma(
     memory.store_buffer_content(key, place, result, thread)
     if clock is not None:
         with memory.lock:
-            _products(memory, thread).append(clock)
+            _running(memory, thread, "products").append(clock)
     return token
 
 
-def _products(memory, thread):
-    """The clocks of the products that a warpgroup has issued and not yet waited for."""
-    if not hasattr(memory, "products"):
-        memory.products = collections.defaultdict(collections.deque)
-    return memory.products[thread]
+def _running(memory, thread, what: str):
+    """The clocks of the "products" or "copies" that a warpgroup has begun and not yet waited
+    for."""
+    if not hasattr(memory, "running"):
+        memory.running = collections.defaultdict(collections.deque)
+    return memory.running[thread, what]
 
 
-def wait_for_products(memory, thread, *, n):
+def wait(memory, thread, *, what: str, running: int):
+    """The clocks of all but the last, as many as may still be running, become the warpgroup's."""
     if memory.detect_races:
         memory.incr_clock(thread)
-        _join(memory, thread, _products(memory, thread), n)
+        with memory.lock:
+            clocks = _running(memory, thread, what)
+            while len(clocks) > running:
+                memory.clocks[thread].update(clocks.popleft())
 
 
 def cp_async(
@@ -114,27 +119,7 @@ def cp_async(
         races.check_read(thread, of_copy, source, read, source_info=source_info)
         races.check_write(thread, of_copy, target, written, source_info=source_info)
         with memory.lock:
-            _copies(memory, thread).append(clock)
-
-
-def wait_for_cp_async(memory, thread, *, n):
-    if memory.detect_races:
-        memory.incr_clock(thread)
-        _join(memory, thread, _copies(memory, thread), n)
-
-
-def _copies(memory, thread):
-    """The clocks of the copies that a warpgroup has begun and not yet waited for."""
-    if not hasattr(memory, "copies"):
-        memory.copies = collections.defaultdict(collections.deque)
-    return memory.copies[thread]
-
-
-def _join(memory, thread, clocks, running: int):
-    """All but the last clocks, as many as are still running, become the warpgroup's."""
-    with memory.lock:
-        while len(clocks) > running:
-            memory.clocks[thread].update(clocks.popleft())
+            _running(memory, thread, "copies").append(clock)
 
 
 def copy_smem_to_gmem(stock):

@@ -147,13 +147,8 @@ def test_every_implementation_drops_the_same_weights_for_every_size_of_tile(
     drops_the_same(implementation)
 
 
-needs_interpreter = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
-
-
 @pytest.mark.gpu
-@needs_interpreter
+@gpu_interpreter.needs_interpreter
 @pytest.mark.parametrize(
     "deterministic, T, S", whole_but([(True, 100, 250), (False, 120, 128)], (False, 120, 128))
 )
@@ -162,7 +157,7 @@ def test_the_hopper_kernels_drop_the_same_weights_in_both_schemes(deterministic,
         drops_the_same("hopper", T, S, atol=1e-4, dtype=np.float16, deterministic=deterministic)
 
 
-@needs_interpreter
+@gpu_interpreter.needs_interpreter
 @pytest.mark.parametrize("dropped", [1, 77, 128, 129, 255])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bits_of_a_row_in_a_thread_are_those_of_the_mask(transposed, dropped):

@@ -16,9 +16,7 @@ from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.hopper import tangent, tile
 from pallas_flash.kernels.mosaic import registers, tma
 
-pytestmark = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
+pytestmark = gpu_interpreter.needs_interpreter
 
 M = 64
 

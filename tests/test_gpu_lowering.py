@@ -17,9 +17,7 @@ from pallas_flash.accounting import GPUS
 from pallas_flash.kernels.hopper import tuning
 from scripts.bench.gpu_code import as_if_on
 
-pytestmark = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
+pytestmark = gpu_interpreter.needs_interpreter
 
 T, S, R = 203, 211, SIZES["R"]  # no whole tiles
 DTYPES = dict.fromkeys((*INPUTS, "bias"), "bfloat16")

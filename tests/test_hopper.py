@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import Sizes, qkv
 from check import TOLERANCE, close, program
+from gpu_interpreter import needs_interpreter
 from selection import whole_but
 
 from pallas_flash import dropout, explain, flash_attention, masks
@@ -21,9 +22,6 @@ from pallas_flash.kernels.hopper import forward, tuning
 from pallas_flash.kernels.mosaic import elements, scheduler
 from scripts.bench import results
 
-needs_interpreter = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
 attend = functools.partial(flash_attention, implementation="hopper")
 
 

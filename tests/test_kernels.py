@@ -42,9 +42,7 @@ from selection import whole_but
 from pallas_flash import flash_attention, masks
 from pallas_flash.kernels.hopper import backward_dkv, tuning
 
-pytestmark = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
+pytestmark = gpu_interpreter.needs_interpreter
 
 
 def kernels(family, **kw):

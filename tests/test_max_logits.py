@@ -17,9 +17,6 @@ from selection import whole_but
 from pallas_flash import explain, flash_attention, flash_attention_jvp
 
 small_tiles = pytest.mark.usefixtures("small_tiles")
-needs_interpreter = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
 Z = Sizes()
 LOW = np.finfo(np.float32).min
 
@@ -102,7 +99,7 @@ def test_it_is_the_oracles_and_changes_no_bit_beside_it(case, name, rng):
     close(found, expected, 2e-6)
 
 
-@needs_interpreter
+@gpu_interpreter.needs_interpreter
 @pytest.mark.whole  # test_kernels.py asks for it in the fast half
 @pytest.mark.parametrize("case", CASES)
 def test_on_hopper_it_is_exact_though_the_running_maximum_lags(case, rng):

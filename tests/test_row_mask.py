@@ -14,9 +14,7 @@ from pallas_flash.kernels.mosaic import block_info, registers
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.tiled import schedule
 
-pytestmark = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
+pytestmark = gpu_interpreter.needs_interpreter
 
 T, S = 200, 150  # of the last tiles some rows and columns are not there
 RNG = np.random.default_rng(0)
