@@ -20,12 +20,10 @@ def visible(B, N, T, S, kw):
         position = sequences(*drawn.ends, B, T, S)[1]
     if kw.get("is_causal"):
         seen &= j <= position
-    if (window := kw.get("local_window_size")) is not None:
-        left, right = (window, window) if isinstance(window, int) else window
-        seen &= (j >= position - left) & (j <= position + right)
-    if (window := kw.get("window")) is not None:  # masks.Window, of arrays
-        left, right = map(by_batch, window)
-        seen &= (j >= position - left) & (j <= position + right)
+    for window in kw.get("local_window_size"), kw.get("window"):  # masks.Window, of arrays
+        if window is not None:
+            left, right = map(by_batch, (window, window) if isinstance(window, int) else window)
+            seen &= (j >= position - left) & (j <= position + right)
     if (lengths := kw.get("query_seq_lengths")) is not None:
         seen &= i < by_batch(lengths)
     if (lengths := kw.get("key_value_seq_lengths")) is not None:
@@ -36,27 +34,30 @@ def visible(B, N, T, S, kw):
     if (prefix := kw.get("prefix")) is not None:  # PrefixLM, which comes as a mask object
         seen &= (j <= position) | (j < by_batch(prefix))
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
+    b, h = _rows_and_heads(B, N)
     if drawn is not None:
-        seen = seen & drawn.seen(
-            np.arange(B)[:, None, None, None],
-            np.arange(N)[:, None, None],
-            i[:, None],
-            position[:, None],
-            j,
-        )
+        seen = seen & drawn.seen(b, h, i[:, None], position[:, None], j)
     if (lists := kw.get("lists")) is not None:
         seen = seen & listed(*lists, B, N, T, S)
     if (rule := kw.get("rule")) is not None:  # masks.MaskMod
-        seen = seen & rule(
-            np.arange(B)[:, None, None, None], np.arange(N)[:, None, None], position[:, None], j
-        )
+        seen = seen & rule(b, h, position[:, None], j)
     mask = kw.get("mask")
     return seen if mask is None else seen & (np.asarray(mask) != 0)
 
 
-def _logits(q, k, scale, kw):
-    """[B, N, T, S], from keys of all query heads."""
-    logits = scale * np.einsum("btnh,bsnh->bnts", q, k)
+def _rows_and_heads(B, N):
+    return np.arange(B)[:, None, None, None], np.arange(N)[:, None, None]
+
+
+def _scale(q, kw):
+    return kw.get("scale") or q.shape[3] ** -0.5
+
+
+def _logits(q, k, kw):
+    """[B, N, T, S]"""
+    q, k = (np.asarray(x).astype(np.float64) for x in (q, k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    logits = _scale(q, kw) * np.einsum("btnh,bsnh->bnts", q, k)
     if (bias := kw.get("bias")) is not None:
         logits = logits + np.asarray(bias).astype(np.float64)
     if cap := kw.get("logits_soft_cap"):
@@ -67,33 +68,20 @@ def _logits(q, k, scale, kw):
 def max_logits(q, k, score=None, **kw):
     """The largest logit that each query sees, [B, T, N], and -inf where there is none. `score` is a
     score_mod of NumPy's numbers, of positions from query_offset on."""
-    q, k = (np.asarray(x).astype(np.float64) for x in (q, k))
-    (B, T, N, H), S = q.shape, k.shape[1]
-    logits = _logits(q, np.repeat(k, N // k.shape[2], axis=2), kw.get("scale") or H**-0.5, kw)
+    logits = _logits(q, k, kw)
+    B, N, T, S = logits.shape
     if score is not None:
-        position = (
-            np.arange(T)[:, None]
-            + np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
-        )
-        logits = score(
-            logits,
-            np.arange(B)[:, None, None, None],
-            np.arange(N)[:, None, None],
-            position,
-            np.arange(S),
-        )
-    return np.moveaxis(
-        np.where(visible(B, N, T, S, kw), logits, -np.inf).max(-1, initial=-np.inf), 1, 2
-    )
+        offset = np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
+        position = np.arange(T)[:, None] + offset
+        logits = score(logits, *_rows_and_heads(B, N), position, np.arange(S))
+    seen = np.where(visible(B, N, T, S, kw), logits, -np.inf)
+    return np.moveaxis(seen.max(-1, initial=-np.inf), 1, 2)
 
 
 def sequences(of_queries, of_keys, B, T, S):
     """masks.Varlen, sequence by sequence: which see each other, bool [B, T, S], and the positions
     [B, T, 1]."""
-    seen, position = (
-        np.zeros((B, T, S), bool),
-        np.broadcast_to(np.arange(T)[:, None], (B, T, 1)).copy(),
-    )
+    seen, position = np.zeros((B, T, S), bool), np.indices((B, T, 1))[1]
     for b, (of_q, of_k) in enumerate(zip(of_queries, of_keys, strict=True)):
         for (q, q_end), (k, k_end) in zip(pairwise(of_q), pairwise(of_k), strict=True):
             seen[b, q:q_end, k:k_end] = True
@@ -128,10 +116,8 @@ def _softmax(logits, seen, sinks=None):
 
 def weights(q, k, **kw):
     """Those of the softmax, [B, N, T, S]."""
-    q, k = (np.asarray(x).astype(np.float64) for x in (q, k))
-    (B, T, N, H), S = q.shape, k.shape[1]
-    logits = _logits(q, np.repeat(k, N // k.shape[2], axis=2), kw.get("scale") or H**-0.5, kw)
-    return _softmax(logits, visible(B, N, T, S, kw), kw.get("sinks"))[0]
+    logits = _logits(q, k, kw)
+    return _softmax(logits, visible(*logits.shape, kw), kw.get("sinks"))[0]
 
 
 def _query_lengths(kw):
@@ -145,7 +131,7 @@ def attention(q, k, v, do, dlse, **kw):
     """o, lse [B, T, N], and the gradients (dq, dk, dv, dbias or None, dsinks if there are any) for
     the cotangents do and dlse."""
     q, k, v, do, dlse = (np.asarray(x).astype(np.float64) for x in (q, k, v, do, dlse))
-    (B, T, N, H), (S, K) = q.shape, v.shape[1:3]
+    (B, T, N, _), (S, K) = q.shape, v.shape[1:3]
     seen = visible(B, N, T, S, kw)
     # padding may hold NaN: what no query sees, and queries that see nothing, count as 0
     q, do = (np.where(np.moveaxis(seen.any(3), 1, 2)[..., None], x, 0) for x in (q, do))
@@ -154,10 +140,9 @@ def attention(q, k, v, do, dlse, **kw):
     key_seen = seen.reshape(B, K, N // K, T, S).any((2, 3))
     k, v = (np.where(np.moveaxis(key_seen, 1, 2)[..., None], x, 0) for x in (k, v))
     k_all, v_all = (np.repeat(x, N // K, axis=2) for x in (k, v))
-    scale = kw.get("scale") or H**-0.5
+    scale, bias, sinks = _scale(q, kw), kw.get("bias"), kw.get("sinks")
 
-    logits, bias, cap = _logits(q, k_all, scale, kw), kw.get("bias"), kw.get("logits_soft_cap")
-    sinks = kw.get("sinks")
+    logits, cap = _logits(q, k, kw), kw.get("logits_soft_cap")
     p, p_sink, m, l = _softmax(logits, seen, sinks)
     empty = m == -np.inf
     o = np.einsum("bnts,bsnh->btnh", p, v_all)
