@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,18 @@ def equal(actual, expected, tolerance=1e-5):
         close(x, y, tolerance)
 
 
+def vmap_is_a_loop(f, axes, *x, tolerance=5e-6):
+    """jit of vmap over trees of arrays, along an axis of each or None, gives what each call gives
+    alone."""
+    found, alone = jax.jit(jax.vmap(f, axes))(*x), jax.jit(f)
+    pick = lambda tree, axis, i: (
+        tree if axis is None else jax.tree.map(lambda a: a[(slice(None),) * axis + (i,)], tree)
+    )
+    for i in range(len(jax.tree.leaves(found)[0])):
+        each = alone(*(pick(tree, axis, i) for tree, axis in zip(x, axes, strict=True)))
+        equal(pick(found, 0, i), each, tolerance)
+
+
 def value_and_gradients(f, argnums=(0, 1, 2)):
     """f(*x), an array or a tree of them, and the gradients of the sum of its sines, jitted.
 
@@ -104,6 +118,7 @@ def check(rng, q, k, v, implementation, tolerance=None, **kw):
     expected_o, expected_lse, expected = oracle.attention(q, k, v, do, dlse, **kw)
     tolerance = tolerance or TOLERANCE[str(q.dtype)]
     assert o.dtype == q.dtype and lse.dtype == jnp.float32
+    assert not np.any(np.asarray(o)[np.asarray(lse) == -np.inf])
     close(o, expected_o, tolerance, "output")
     close(lse, expected_lse, max(1e-6, tolerance / 10), "lse")
     if largest:
@@ -133,6 +148,17 @@ def program(f, *x) -> str:
                     yield from itertools.islice(texts(inner), 1, None)  # the first is in ours
 
     return "\n".join(texts(jax.make_jaxpr(f)(*x).jaxpr))
+
+
+def temporary_bytes(f, *x) -> int:
+    """Of the compiled program of f(*x), beside its arguments and results."""
+    return jax.jit(f).lower(*x).compile().memory_analysis().temp_size_in_bytes
+
+
+def largest_array(text: str) -> int:
+    """The most elements that an array has in a jaxpr."""
+    shapes = re.findall(r"\[([\d,]+)\]", text)
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
 def tangents(rng, q, k, v, implementation, without=(), **kw):

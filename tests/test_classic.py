@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_attention
-from cases import SIZES, Sizes, bias, dense_mask, qkv
-from check import check
+from cases import SIZES, Sizes, qkv
 from contracts import Contracts
 from observation import attention, observe
 from selection import whole_but
@@ -47,15 +46,8 @@ def implementation(request, monkeypatch):
 @pytest.mark.parametrize("letters", whole_but(["BNTS", "1N11", "BN1S", ".NT1"], "BNTS", "1N11"))
 def test_a_bias_is_added_and_differentiated_by_standard_attention(letters, rng, monkeypatch):
     monkeypatch.setattr(standard, "tiles", lambda p: standard.Tiles(16, 32))
-    z = Sizes(N=4)
-    check(
-        rng,
-        *qkv(rng, z),
-        "standard",
-        bias=bias(rng, letters, z),
-        mask=dense_mask(rng, "B1TS", z),
-        logits_soft_cap=2.5,
-    )
+    with_bias = test_attention.test_every_shape_of_bias_and_mask_is_added_masked_and_differentiated
+    with_bias(letters, "standard", rng)
 
 
 def test_both_forms_of_the_softmax_give_the_same(rng):
