@@ -88,7 +88,7 @@ def drawn(rng) -> list[str]:
 def outputs(features, implementation, floats, rest):
     """Output and log-sum-exp."""
     x = floats | rest
-    options = functools.reduce(lambda found, name: found | EACH[name].arguments(x), features, {})
+    options = functools.reduce(lambda found, one: found | one.arguments(x), features, {})
     options |= dict(return_residual=True, implementation=implementation)
     found = flash_attention(*(x[name] for name in INPUTS), **options)
     return tuple(a.astype(jnp.float32) for a in found[:2])
@@ -120,17 +120,22 @@ def limited_to(gpu, monkeypatch):
         yield
 
 
-def lower(features, implementation, widths, what=everything, **more):
-    sizes = SIZES | dict(T=T, S=S, H=widths[0], V=widths[1]) | more
+def lower(features, implementation, what=everything, dtype="bfloat16", **sizes):
+    sizes, dtypes = SIZES | dict(T=T, S=S) | sizes, DTYPES | dict.fromkeys(INPUTS, dtype)
     letters = dict(query="BTNH", key="BSKH", value="BSKV")
-    letters |= {name: x for feature in features for name, x in EACH[feature].arrays.items()}
+    letters |= {name: x for feature in features for name, x in feature.arrays.items()}
     floats, rest = {}, {}
     for name, axes in letters.items():
-        dtype = DTYPES.get(name, "int32")
+        dtype = dtypes.get(name, "int32")
         shape = tuple(sizes.get(axis, 1) for axis in axes)
         (floats if "float" in dtype else rest)[name] = jax.ShapeDtypeStruct(shape, dtype)
     f = functools.partial(what, features, implementation)
-    jax.jit(f).trace(floats, rest).lower(lowering_platforms=("cuda",))
+    return jax.jit(f).trace(floats, rest).lower(lowering_platforms=("cuda",))
+
+
+def lower_by_name(names, implementation, widths, what=everything, **sizes):
+    features = [EACH[name] for name in names]
+    lower(features, implementation, what, H=widths[0], V=widths[1], **sizes)
 
 
 def implementations(gpu) -> list[str]:
@@ -142,13 +147,13 @@ def implementations(gpu) -> list[str]:
 @pytest.mark.parametrize("features", TOGETHER)
 def test_features_lower_together(features, name, widths, monkeypatch):
     with limited_to(GPU[name], monkeypatch):
-        lower(TOGETHER[features].split(","), implementations(GPU[name])[0], widths)
+        lower_by_name(TOGETHER[features].split(","), implementations(GPU[name])[0], widths)
 
 
 @pytest.mark.parametrize("head", [80, 96, 128])  # slices of 64 columns divide into 128 alone
 def test_the_backward_of_a_group_of_heads_in_parts_lowers(head, monkeypatch):
     with limited_to(GPU["H200"], monkeypatch):
-        lower(("nothing",), "hopper", (head, head), N=4, K=1)
+        lower((), "hopper", H=head, V=head, N=4, K=1)
 
 
 def test_the_backward_of_calls_that_share_keys_is_no_loop(monkeypatch):
@@ -173,7 +178,7 @@ DECODING = [
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_decoding_lowers(features, tokens, monkeypatch):
     with limited_to(GPU["H200"], monkeypatch):
-        lower(features, "hopper", (64, 64), outputs, T=tokens, S=300)
+        lower_by_name(features, "hopper", (64, 64), outputs, T=tokens, S=300)
 
 
 MOST_MEMORY = dict.fromkeys(GPU, WIDTHS[-1]) | {"B200": (128, 128)}
@@ -186,7 +191,7 @@ del MOST_MEMORY["B300"]
 def test_every_feature_lowers_alone_at_the_width_that_takes_most_memory(name, feature, monkeypatch):
     with limited_to(GPU[name], monkeypatch):
         for implementation in implementations(GPU[name]):
-            lower((feature,), implementation, MOST_MEMORY[name])
+            lower_by_name((feature,), implementation, MOST_MEMORY[name])
 
 
 @pytest.mark.whole
@@ -195,4 +200,4 @@ def test_drawn_mixtures_lower(name, widths, monkeypatch):
     rng = np.random.default_rng([*name.encode(), *widths])
     with limited_to(GPU[name], monkeypatch):
         for implementation in implementations(GPU[name]):
-            lower(drawn(rng), implementation, widths)
+            lower_by_name(drawn(rng), implementation, widths)

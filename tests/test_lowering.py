@@ -1,7 +1,6 @@
 """The Triton kernels lower for NVIDIA GPUs on a machine without one, and put nothing of size T x
 S into memory."""
 
-import inspect
 import math
 import os
 import pathlib
@@ -12,106 +11,58 @@ import sys
 import gpu_interpreter
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from cases import Sizes, broadcast_shape
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from features.calls import FEATURES
 from selection import whole_but
+from test_gpu_lowering import EACH, biased, lower, outputs, read
 
-from pallas_flash import accounting, flash_attention, masks, paged_attention, scores
+from pallas_flash import accounting, paged_attention, scores
+from scripts.bench.gpu_code import as_if_on
 
-Z = Sizes(B=2, T=300, S=333, N=4, K=2, H=64, Hv=64)
-SLOPES = jnp.arange(Z.N, dtype=jnp.float32)
 GPUS = {"sm_80": accounting.GPUS["A100-80GB"], "sm_90": accounting.GPUS["H200"]}
-ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-floats = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bfloat16)
-bools = lambda letters: jax.ShapeDtypeStruct(broadcast_shape(letters, Z), jnp.bool_)
-
-CASES = {
-    "full": (Z, {}),
-    "causal, odd head sizes": (Z._replace(H=40, Hv=72), dict(is_causal=True)),
-    "head size 256": (Z._replace(H=256, Hv=256), dict(is_causal=True)),
-    "one query": (
-        Z._replace(T=1),
-        dict(query_offset=ints(2), is_causal=True, key_value_seq_lengths=ints(2)),
+KNOWN = FEATURES | EACH
+KNOWN |= {
+    "a bias of numbers": biased("1111"),
+    "T5's buckets": read("NW", scores.T5Bias),
+    "a square and constants by head": read(
+        "N", lambda x: lambda s, b, h, q, k: jnp.square(s) - jax.lax.stop_gradient(x[h])
     ),
-    "key lengths": (Z, dict(key_value_seq_lengths=ints(2))),
-    "window and lengths": (
-        Z,
-        dict(
-            local_window_size=(5, 3),
-            query_offset=ints(2),
-            key_value_seq_lengths=ints(2),
-            query_seq_lengths=ints(2),
-        ),
-    ),
-    "documents": (
-        Z,
-        dict(query_segment_ids=ints(2, Z.T), key_value_segment_ids=ints(2, Z.S), is_causal=True),
-    ),
-    "key bias, soft cap": (Z, dict(bias=floats("BN1S"), mask=bools("B11S"), logits_soft_cap=3.0)),
-    "query bias": (Z, dict(bias=floats(".NT1"))),
-    "sinks, dropout": (
-        Z,
-        dict(
-            sinks=jax.ShapeDtypeStruct((Z.N,), jnp.float32),
-            dropout_rate=0.1,
-            dropout_rng=jax.ShapeDtypeStruct((2,), jnp.uint32),
-            is_causal=True,
-        ),
-    ),
-    "scalar bias": (Z, dict(bias=floats("1111"))),
-    "a rule": (
-        Z,
-        dict(
-            mask=masks.MaskMod(lambda b, h, q, k: ((q // 64 + k // 64 + h) % 3 > 0) | (k < 4)),
-            is_causal=True,
-        ),
-    ),
-    "a score": (
-        Z,
-        dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), is_causal=True, query_offset=ints(2)),
-    ),
-    "one query, a score": (
-        Z._replace(T=1),
-        dict(score_mod=scores.T5Bias(np.zeros((Z.N, 32))), query_offset=ints(2)),
-    ),
-    "a score by head": (
-        Z,
-        dict(score_mod=lambda s, b, h, q, k: jnp.square(s) - jax.lax.stop_gradient(SLOPES[h])),
-    ),
-    "dense bias and mask": (Z, dict(bias=floats("1NTS"), mask=bools("B1TS"))),
 }
+CASES = {  # features, and sizes that are not those of LONG
+    "full": ("nothing",),
+    "causal, odd head sizes": ("`is_causal`", dict(H=40, V=72)),
+    "head size 256": ("`is_causal`", dict(H=256, V=256)),
+    "one query": ("`is_causal`,`query_offset` by row,`key_value_seq_lengths`", dict(T=1)),
+    "key lengths": ("`key_value_seq_lengths`",),
+    "window and lengths": (
+        "`local_window_size`,`query_offset` by row,`key_value_seq_lengths`,`query_seq_lengths`",
+    ),
+    "documents": ("`is_causal`,segment ids",),
+    "key bias, soft cap": ("`mask`: an array,`logits_soft_cap`,a bias by key",),
+    "query bias": ("a bias by query",),
+    "sinks, dropout": ("`is_causal`,`sinks`,dropout",),
+    "scalar bias": ("a bias of numbers",),
+    "a rule": ("`is_causal`,a constant rule",),
+    "a score": ("`is_causal`,`query_offset` by row,T5's buckets",),
+    "one query, a score": ("`query_offset` by row,T5's buckets", dict(T=1)),
+    "a score by head": ("a square and constants by head",),
+    "dense bias and mask": ("a bias by pair,`mask`: an array",),
+}
+LONG = dict(T=300, S=333, H=64, V=64)
 
 
-def lower(gpu, z, kw, dtype, implementation="triton", debug_info=False):
-    """The StableHLO of forward and backward for a GPU that is not there."""
-    platform = (
-        dict(platform="gpu") if "platform" in inspect.signature(AbstractDevice).parameters else {}
-    )
-    device = AbstractDevice(device_kind=GPUS[gpu].kind, num_cores=GPUS[gpu].cores, **platform)
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    shapes = (z.B, z.T, z.N, z.H), (z.B, z.S, z.K, z.H), (z.B, z.S, z.K, z.Hv)
-    arrays = {name: x for name, x in kw.items() if hasattr(x, "shape")}
-    static = {name: x for name, x in kw.items() if name not in arrays}
+def gradients(features, implementation, floats, rest):
+    total = lambda x: sum(map(jnp.sum, outputs(features, implementation, x, rest)))
+    return jax.grad(total)(floats)
 
-    def gradients(q, k, v, arrays):
-        def loss(q, k, v, bias):
-            given = {**arrays, **static}
-            o, lse = flash_attention(
-                *(q, k, v, bias), implementation=implementation, return_residual=True, **given
-            )
-            return o.astype(jnp.float32).sum() + lse.sum()
 
-        arrays = dict(arrays)
-        return jax.grad(loss, argnums=(0, 1, 2) + (3,) * ("bias" in arrays))(
-            q, k, v, arrays.pop("bias", None)
-        )
-
-    with jax.sharding.use_abstract_mesh(mesh):
-        args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        lowered = jax.jit(gradients).trace(*args, arrays).lower(lowering_platforms=("cuda",))
-    return lowered.as_text(debug_info=debug_info)
+def lowered(gpu, dtype, implementation, names, sizes=()):
+    """Forward and backward for a GPU that is not there."""
+    features = [KNOWN[name] for name in names.split(",")]
+    if implementation == "flash1":
+        features = [x for x in features if "bias" not in x.arrays]
+    with as_if_on(GPUS[gpu]):
+        return lower(features, implementation, gradients, dtype, **LONG | dict(sizes))
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -122,25 +73,19 @@ def lower(gpu, z, kw, dtype, implementation="triton", debug_info=False):
 def test_every_kernel_lowers_for_a_gpu_and_only_the_users_own_arrays_of_size_t_x_s_are_in_memory(
     gpu, dtype, name
 ):
-    z, kw = CASES[name]
+    found = lowered(gpu, dtype, "triton", *CASES[name])
     # that of few queries
-    text = lower(gpu, z, kw, dtype).replace("flash_attention_decode", "flash_attention_forward")
-    kernels = set(re.findall(r"flash_attention_\w+", text))
-    expected = {
-        f"flash_attention_{name}"
-        for name in (
-            "forward",
-            "dkv",
-            "dq",
-            *["dbias"] * ("bias" in kw),
-            *["dtable"] * ("score_mod" in kw),
-        )
-    }
+    text = found.as_text().replace("flash_attention_decode", "flash_attention_forward")
+    kernels = set(re.findall(r"flash_attention_(\w+)", text))
+    floats, _ = found.args_info[0]
+    expected = {"forward", "dkv", "dq", *["dbias"] * ("bias" in floats)}
+    expected |= {"dtable"} if "table" in floats else set()
     assert expected <= kernels, f"{expected - kernels} of {kernels} are missing"
     size = lambda shape: math.prod(map(int, shape.split("x")))
     largest = max(size(shape) for shape in re.findall(r"tensor<((?:\d+x)*\d+)x\w+>", text))
-    own = [math.prod(x.shape) for x in kw.values() if hasattr(x, "shape")]
-    linear = max(z.B * z.N * max(z.T, z.S) * max(z.H, z.Hv), *own, 0)
+    own = [math.prod(x.shape) for x in jax.tree.leaves(found.args_info)]
+    (B, T, N, H), (S, _, V) = floats["query"].shape, floats["value"].shape[1:]
+    linear = max(B * N * max(T, S) * max(H, V), *own)
     assert largest <= linear, (
         f"an array of {largest} elements; q, k, v and the user's own need {linear}"
     )
@@ -158,9 +103,7 @@ CLASSIC = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", whole_but(FEW, "one query", "documents", "dense bias and mask"))
 def test_the_earlier_algorithms_lower_for_a_gpu(implementation, dtype, name):
-    z, kw = CASES[name]
-    kw = {name: x for name, x in kw.items() if implementation == "standard" or name != "bias"}
-    text = lower("sm_80", z, kw, dtype, implementation)
+    text = lowered("sm_80", dtype, implementation, *CASES[name]).as_text()
     missing = set(CLASSIC[implementation]) - set(re.findall(r"\w+_attention_\w+", text))
     assert not missing, f"{missing} are missing"
 
@@ -179,7 +122,7 @@ def test_a_profile_says_which_call_a_backward_kernel_belongs_to_and_which_lines_
     if implementation == "hopper" and gpu_interpreter.MISSING:
         pytest.skip(str(gpu_interpreter.MISSING))
     kernel, file = BACKWARD[implementation]
-    text = lower("sm_90", Z, dict(is_causal=True), "bfloat16", implementation, debug_info=True)
+    text = lowered("sm_90", "bfloat16", implementation, "`is_causal`").as_text(debug_info=True)
     assert re.search(rf'"flash_attention causal T=300 S=333 H=64/[^"]*{kernel}/', text)
     code = re.sub(r"(?m)^#loc.*", "", text)
     assert file in code and "equation.py" not in code
@@ -198,8 +141,8 @@ import warnings
 import jax, jax.experimental.pallas.triton, jax.numpy as jnp, pytest
 before = [*warnings.filters]
 from pallas_flash import flash_attention
-from test_lowering import CASES, lower
-lower("sm_90", *CASES["full"], "bfloat16")
+from test_lowering import lowered
+lowered("sm_90", "bfloat16", "triton", "nothing")
 flash_attention(*[jnp.ones((1, 8, 1, 16))] * 3, implementation="triton")
 assert warnings.filters == before, warnings.filters
 """
