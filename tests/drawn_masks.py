@@ -51,12 +51,18 @@ class Stripes(masks.Mask):
         return self.first - row % 3, self.first + position % 11
 
 
-def alone(z) -> dict[str, st.SearchStrategy]:
-    """Masks of every kind, for Sizes."""
-    ints = lambda shape, low, high: st.integers(0, 2**32 - 1).map(
+def ints(shape, low, high):
+    return st.integers(0, 2**32 - 1).map(
         lambda seed: np.random.default_rng(seed).integers(low, high + 1, shape).astype(np.int32)
     )
-    ends = lambda size: ints((z.B, 4), 0, size).map(sequence_ends)
+
+
+def sequences(z, size):
+    return ints((z.B, 4), 0, size).map(sequence_ends)
+
+
+def alone(z) -> dict[str, st.SearchStrategy]:
+    """Masks of every kind, for Sizes."""
     number = st.integers(1, 20)
 
     def documents(ids):
@@ -113,7 +119,7 @@ def alone(z) -> dict[str, st.SearchStrategy]:
         ),
         documents=st.tuples(ints((z.B, z.T), 0, 3), ints((z.B, z.S), 0, 3)).map(documents),
         stripes=ints((z.B, z.T), -3, z.S).map(stripes),
-        varlen=ends(min(z.T, z.S)).map(varlen),
+        varlen=sequences(z, min(z.T, z.S)).map(varlen),
         lists=key_lists(z, 64),
     )
 
@@ -138,11 +144,8 @@ def key_lists(draw, z, pairs: int):
 
 def apart(z):
     """A Varlen whose sequences say where their queries are."""
-    ends = lambda size: st.lists(st.integers(0, size), min_size=4 * z.B, max_size=4 * z.B).map(
-        lambda x: sequence_ends(np.array(x, np.int32).reshape(z.B, 4))
-    )
     seen = lambda ends: lambda b, h, i, p, j: oracle.sequences(*ends, z.B, z.T, z.S)[0][b, i, j]
-    return st.tuples(ends(z.T), ends(z.S)).map(
+    return st.tuples(sequences(z, z.T), sequences(z, z.S)).map(
         lambda ends: Drawn(masks.Varlen(*ends), seen(ends), ends)
     )
 

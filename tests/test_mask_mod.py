@@ -1,6 +1,7 @@
 """mask_mods: as by brute force in every implementation, their algebra, and what they capture."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -8,57 +9,22 @@ import numpy as np
 import pytest
 from cases import RULES, Sizes, qkv
 from check import check, close
+from drawn_masks import Drawn
 
 from pallas_flash import explain, flash_attention, masks
-from pallas_flash.masks import block_types
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=37, S=53, N=4, K=2, H=8, Hv=8)
-Q, KV = np.arange(40)[:, None], np.arange(40)
 
 
 def loss(q, k, v, mask, implementation):
     return jnp.sum(jnp.sin(flash_attention(q, k, v, mask=mask, implementation=implementation)))
 
 
-def dense(mask, batch=1, heads=1, offset=0, T=40, S=40):
-    """bool [B | 1, N | 1, T, S]"""
-    resolved_mask = masks.resolve(masks.conjuncts(mask), batch, T, S, offset)
-    return np.asarray(
-        block_types.visible_pairs(resolved_mask, batch, heads, jnp.arange(T), jnp.arange(S))
-    )
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_hides_what_brute_force_hides_with_all_gradients(name, implementation, rng):
     rule, kw = RULES[name]
     check(rng, *qkv(rng, Z), implementation, rule=rule, **kw)
-
-
-ALGEBRA = {
-    "and": (
-        masks.Dilated(3) & masks.Causal() & masks.MaskMod(lambda b, h, q, k: k != 5),
-        ((Q - KV) % 3 == 0) & (KV <= Q) & (KV != 5),
-    ),
-    "both in or": (
-        (masks.Causal() & masks.Chunked(8)) | masks.Dilated(9),
-        (KV <= Q) & (KV // 8 == Q // 8) | ((Q - KV) % 9 == 0),
-    ),
-    "far windows": (~masks.Window(2**31 - 1, 0), KV > Q),
-}
-
-
-@pytest.mark.parametrize("name", ALGEBRA)
-def test_masks_join_as_sets_do(name):
-    mask, expected = ALGEBRA[name]
-    np.testing.assert_array_equal(dense(mask)[0, 0], expected)
-
-
-def test_a_rule_counts_positions_from_the_offset():
-    np.testing.assert_array_equal(
-        dense(masks.Chunked(7) & masks.Dilated(2), offset=5)[0, 0],
-        dense(masks.Chunked(7), offset=5)[0, 0] & ((Q + 5 - KV) % 2 == 0),
-    )
 
 
 def test_masks_compare_hash_and_print_by_what_they_say():
@@ -74,20 +40,6 @@ def test_masks_compare_hash_and_print_by_what_they_say():
     said = explain(q, q, q, mask=masks.Dilated(4), is_causal=True)
     assert "mask: causal, where Dilated(4)" in str(said)
     assert "MaskMod" in said.why_not["hopper"] or "bfloat16" in said.why_not["hopper"]
-
-
-def test_calls_with_equal_rules_share_one_compiled_program(rng):
-    q, k, v = qkv(rng, Z)
-    traced = []
-
-    @jax.jit
-    def f(q, k, v, mask):
-        traced.append(mask)
-        return flash_attention(q, k, v, mask=mask, implementation="blockwise")
-
-    for _ in range(2):
-        f(q, k, v, masks.MaskMod(lambda b, h, q, k: q - k < 3))
-    assert len(traced) == 1
 
 
 ARRAY = np.ones((3, 3), bool)
@@ -188,4 +140,39 @@ def test_kernels_take_numbers_that_are_traced_and_name_what_they_do_not_know(rng
             flash_attention(q, k, v, mask=masks.MaskMod(reads, "reads"), implementation="triton")
 
 
-# ---- elsewhere ----
+# ---- masks that are joined ----
+
+
+@pytest.mark.whole("triton")
+@pytest.mark.parametrize("join", ["and", "or", "with a map"])
+def test_several_sets_of_document_ids_hide_what_each_of_them_hides(implementation, join, rng):
+    ids = lambda size: rng.integers(0, 2, (Z.B, size)).astype(np.int32)
+    documents = [(ids(Z.T), ids(Z.S)) for _ in range(2)]
+    mask = functools.reduce(operator.and_, [masks.Documents(*x) for x in documents])
+
+    def seen(b, h, i, p, j):
+        same = np.logical_and(*(x[b, i] == y[b, j] for x, y in documents))
+        return same | (j > p) if join == "or" else same
+
+    if join == "or":
+        mask = mask | ~masks.Causal()
+    if join == "with a map":
+        mask = masks.create_block_mask(mask, Z.T, Z.S, block=16, batch=Z.B)
+    segments = dict(query_segment_ids=ids(Z.T), key_value_segment_ids=ids(Z.S))
+    check(rng, *qkv(rng, Z), implementation, drawn=Drawn(mask, seen), **segments)
+
+
+def test_a_joined_mask_says_what_it_is_made_of_and_forgets_maps():
+    mask = ~(masks.KeyLengths([3, 4]) & masks.create_block_mask(masks.Causal(), 8, 8))
+    assert repr(mask) == "~(KeyLengths(lengths=[3, 4]) & Causal())"
+    q = jax.ShapeDtypeStruct((2, 8, 2, 64), jnp.bfloat16)
+    assert "where ~(KeyLengths(lengths=int32[2]) & Causal())" in str(explain(q, q, q, mask=mask))
+    assert masks.Causal() | ~masks.Dilated(3) == masks.Causal() | ~masks.Dilated(3)
+
+
+def test_positions_that_no_offset_says_go_with_rules_but_with_no_offset():
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.float32)
+    packed = masks.Varlen(np.array([[0, 3, 8]]), np.array([[0, 5, 8]]))
+    assert "where ~(Varlen(" in str(explain(q, q, q, mask=~packed & masks.Dilated(3)))
+    with pytest.raises(ValueError, match="cannot be combined with query_offset"):
+        explain(q, q, q, mask=~packed | masks.Causal(), query_offset=1)
