@@ -4,6 +4,7 @@ sent and blocks visited by each of eight devices that hold a sequence."""
 import functools
 import re
 
+import check
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +82,7 @@ def attend_bytes(query, key, offset=None, gradient=False, **kw):
     if gradient:
         run = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))
     arrays = () if offset is None or isinstance(offset, int) else (offset,)
-    program = jax.jit(run).lower(query, key, key, *arrays).compile()
-    return program.memory_analysis().temp_size_in_bytes
+    return check.temporary_bytes(run, query, key, key, *arrays)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_lists_take_no_more_memory_than_causality_and_two_copies_of_them(name, m
             o, pull = jax.vjp(functools.partial(flash_attention, **options), q, k, v)
             return o, pull(do)
 
-        return jax.jit(both).lower(*x).compile().memory_analysis().temp_size_in_bytes
+        return check.temporary_bytes(both, *x)
 
     by_lists = temporaries(lambda indices: masks.KeyLists(indices, block))
     assert by_lists <= temporaries(lambda _: None) + 2 * 4 * T * K * n

@@ -11,11 +11,9 @@ import oracle
 import pytest
 from cases import Sizes, qkv
 from check import TOLERANCE, close, equal, value_and_gradients
-from jax import export
 from selection import whole_but
 
 from pallas_flash import flash_attention, flash_attention_jvp, masks
-from pallas_flash.transforms import autodiff
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)
@@ -191,24 +189,6 @@ def test_forward_mode_is_right_where_scores_are_computed_twice_and_round_otherwi
     equal(jax.jit(of, static_argnums=0)("blockwise"), jax.jit(of, static_argnums=0)("reference"))
 
 
-@pytest.mark.whole
-def test_a_program_with_symbols_for_batch_and_length_has_scores(rng):
-    attend = functools.partial(flash_attention, is_causal=True, implementation="blockwise")
-
-    def gradients(q, k, v, table):
-        rule = RULES["one number and a row"]
-        loss = lambda q, table: jnp.sum(jnp.sin(attend(q, k, v, score_mod=rule(table))))
-        return jax.grad(loss, argnums=(0, 1))(q, table)
-
-    x = *(a[:, : Z.T] for a in arrays(rng)[:3]), arrays(rng)[3]
-    b, t = export.symbolic_shape("b, t")
-    shapes = [jax.ShapeDtypeStruct((b, t, *a.shape[2:]), a.dtype) for a in x[:3]]
-    program = export.export(jax.jit(gradients))(
-        *shapes, jax.ShapeDtypeStruct(x[3].shape, x[3].dtype)
-    )
-    equal(program.call(*x), gradients(*x))
-
-
 def test_functions_with_derivatives_of_their_own_are_told_apart(rng):
     x = arrays(rng)
 
@@ -222,15 +202,6 @@ def test_functions_with_derivatives_of_their_own_are_told_apart(rng):
     ).sum()
     gradients = jax.jit(lambda q: [jax.grad(loss)(q, factor) for factor in (2.0, 4.0)])(x[0])
     equal(gradients[1], 2 * gradients[0])
-
-
-def test_equal_functions_share_one_compiled_program(rng):
-    q, k, v, table = arrays(rng)
-    f = lambda n: flash_attention(
-        q, k, v, score_mod=lambda s, b, h, q, k: s + n * table[h, k % 3], implementation="blockwise"
-    )
-    programs = [(f(n), autodiff.attend._cache_size())[1] for n in (2.0, 2.0, 3.0)]
-    assert programs[0] == programs[1] == programs[2] - 1
 
 
 def test_a_table_of_64_bits_has_its_gradient_with_strict_promotion(rng):

@@ -8,21 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from cases import Sizes, qkv
-from check import close, cotangents
+from cases import qkv
+from check import close, cotangents, strict_64_bits
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, put
+from test_score_mod import ENDS, KEY_ENDS, Z, arrays
 
 from pallas_flash import explain, flash_attention, masks, scores
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-Z = Sizes(B=2, T=19, S=37, N=4, K=2, H=8, Hv=8)
-ENDS = np.array([[0, 4, 4, 12, 17], [0, 3, 9, 9, 19]])
-KEY_ENDS = np.array([[0, 11, 20, 23, 37], [0, 2, 17, 20, 30]])
-
-
-def arrays(rng):
-    return *map(jnp.asarray, qkv(rng, Z)), jnp.asarray(rng.normal(size=(Z.N, 23)), jnp.float32)
 
 
 def of_t5(distance, bidirectional, buckets, furthest):
@@ -61,11 +55,7 @@ def test_those_that_are_ready_are_their_dense_formulas(rng):
         flash_attention, q, k, v, query_offset=18, implementation="blockwise"
     )
     buckets = table[:, of_t5(kv_idx - q_idx, True, 20, 30)]
-    with (
-        jax.enable_x64(True),
-        jax.numpy_rank_promotion("raise"),
-        jax.numpy_dtype_promotion("strict"),
-    ):
+    with strict_64_bits():
         made = [
             attend(score_mod=f)
             for f in (

@@ -1,25 +1,17 @@
 """Programs of jax.export whose batch, lengths and numbers of sequences are symbols."""
 
-import functools
-
-import check
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Sizes, normal, qkv
+from cases import normal, qkv
 from check import value_and_gradients
 from jax import export
+from test_transforms import Z, attend, equal
 
 from pallas_flash import flash_attention, masks
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-Z = Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8)
-equal = functools.partial(check.equal, tolerance=5e-6)
-
-
-def attend(implementation, **kw):
-    return functools.partial(flash_attention, implementation=implementation, **kw)
 
 
 def exported(f, *shapes):
@@ -58,6 +50,17 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     gradients = value_and_gradients(f, 0)
     x = qkv(rng, Z._replace(B=1, T=5, S=7))
     equal(exported(gradients, *of_qkv(1, "t", "s"))(*x), gradients(*x))
+
+
+@pytest.mark.whole
+def test_a_program_with_symbols_has_scores(rng):
+    def attention(q, k, v, table):
+        rule = lambda s, b, h, q, k: jnp.tanh(s * table[0, 0]) + table[h][k % 23] * b
+        return attend("blockwise", is_causal=True, score_mod=rule)(q, k, v)
+
+    gradients = value_and_gradients(attention, (0, 3))
+    x = *qkv(rng, Z._replace(S=Z.T)), normal(rng, Z.N, 23)
+    equal(exported(gradients, *of_qkv("b", "t", "t"), (f"{Z.N}, 23", "float32"))(*x), gradients(*x))
 
 
 @pytest.mark.parametrize("block, query_block", [(64, 1), (8, 8), (1, 1)])
