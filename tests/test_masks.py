@@ -102,15 +102,14 @@ def test_visited_blocks_hold_all_that_is_seen_and_full_blocks_nothing_else(
         return by_row(b, rows), schedule.query_blocks(v, Z.T, block_q, block_k)
 
     by_query, by_key = (np.broadcast_to(x, (Z.B, *x.shape[1:])) for x in both(np.arange(Z.B), rows))
+    seen = np.pad(seen, ((0, 0), (0, 0), (0, -Z.S % block_k)))  # keys that are not there
     tile = lambda b, i, j: seen[b, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
     scattered = "scattered" in name  # such a document reaches from its first to its last key
     gaps = scattered or v.query_ids is not None  # what a tile's rows see together may have gaps
     for b in range(Z.B):
         for i in range(q_tiles):
             blocks = schedule.Blocks(*by_query[b, i])
-            _check(
-                blocks, [tile(b, i, j) for j in range(k_tiles)], Z.S % block_k != 0, not scattered
-            )
+            _check(blocks, [tile(b, i, j) for j in range(k_tiles)], False, not scattered)
         for j in range(k_tiles):
             blocks = schedule.Blocks(*by_key[b, j])
             _check(blocks, [tile(b, i, j) for i in range(q_tiles)], Z.T % block_q != 0, not gaps)
@@ -146,28 +145,8 @@ def _check(blocks, tiles, last_hangs_over, tight):
         assert tiles[first].any() and tiles[last - 1].any(), (
             f"the ends are visited in vain: {blocks}"
         )
-
-
-@pytest.mark.parametrize("T, S, size", [(1024, 1024, 64), (1024, 4096, 64)])
-def test_causal_visits_half_the_blocks_and_masks_only_the_diagonal(T, S, size):
-    v = masks.resolve([masks.Causal()], 1, T, S, S - T)
-    visited = masked = 0
-    for i in range(T // size):
-        row = i * size + np.arange(size)
-        blocks = schedule.key_blocks(*v.interval(row), None, size)
-        visited += int(blocks.count)
-        masked += int(blocks.count - (blocks.full_last - blocks.full_first))
-    tiles = T // size
-    assert masked == tiles
-    assert visited == tiles * (S - T) // size + tiles * (tiles + 1) // 2
-
-
-def test_packed_documents_in_runs_skip_the_blocks_of_other_documents():
-    ids = np.repeat(np.arange(16), 64)[None].astype(np.int32)
-    v = masks.resolve([masks.Documents(ids, ids)], 1, 1024, 1024, 0)
-    blocks = np.asarray(schedule.query_blocks(v, 1024, 64, 64))[0]
-    # its own block, which needs no mask
-    np.testing.assert_array_equal(blocks, np.arange(16)[:, None] + [0, 0, 1, 1])
+        full = sum(tile.all() for tile in tiles[: len(tiles) - last_hangs_over])
+        assert full_last - full_first == full, f"some are masked in vain: {blocks}"
 
 
 def bucket_mates(bits: int) -> np.ndarray:
@@ -247,25 +226,16 @@ def test_each_kind_of_mask_shows_what_its_formula_says_also_within_and_or_not(na
     assert repr(jax.tree.unflatten(tree, leaves)) == repr(mask)
 
 
+def test_the_complement_of_a_far_window_is_what_lies_beyond_it():
+    at = np.indices((2, 2, 40, 40))
+    np.testing.assert_array_equal(shown(~masks.Window(END, 0)), at[3] > at[2])
+
+
 def test_every_kind_of_mask_is_among_the_cases():
     kinds = {
         name for name, x in vars(masks).items() if isinstance(x, type) and issubclass(x, masks.Mask)
     }
     assert kinds - {"Mask", "BlockMask", "BlockTypes"} <= set(KINDS)
-
-
-def test_a_new_mask_is_one_class_with_one_method(rng):
-    class Strided(masks.Mask):
-        """Blocks of 8 queries see the keys of their own block and the one before."""
-
-        def interval(self, row, position):
-            return position // 8 * 8 - 8, position // 8 * 8 + 8
-
-    v = resolved_mask(rng, dict(mask=Strided()))
-    row = np.arange(Z.T)
-    start, stop = rows_of(v, 0, row).interval(row)
-    np.testing.assert_array_equal(start, np.maximum(row // 8 * 8 - 8, 0))
-    np.testing.assert_array_equal(stop, np.minimum(row // 8 * 8 + 8, Z.S))
 
 
 def test_a_mask_prints_as_words():
