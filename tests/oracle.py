@@ -34,7 +34,7 @@ def visible(B, N, T, S, kw):
     if (prefix := kw.get("prefix")) is not None:  # PrefixLM, which comes as a mask object
         seen &= (j <= position) | (j < by_batch(prefix))
     seen = np.broadcast_to(seen[:, None], (B, N, T, S))
-    b, h = _rows_and_heads(B, N)
+    b, h = rows_and_heads(B, N)
     if drawn is not None:
         seen = seen & drawn.seen(b, h, i[:, None], position[:, None], j)
     if (lists := kw.get("lists")) is not None:
@@ -45,7 +45,8 @@ def visible(B, N, T, S, kw):
     return seen if mask is None else seen & (np.asarray(mask) != 0)
 
 
-def _rows_and_heads(B, N):
+def rows_and_heads(B, N):
+    """The indices of batch rows and heads, which broadcast to [B, N, T, S]."""
     return np.arange(B)[:, None, None, None], np.arange(N)[:, None, None]
 
 
@@ -73,7 +74,7 @@ def max_logits(q, k, score=None, **kw):
     if score is not None:
         offset = np.broadcast_to(kw.get("query_offset", 0), B)[:, None, None, None]
         position = np.arange(T)[:, None] + offset
-        logits = score(logits, *_rows_and_heads(B, N), position, np.arange(S))
+        logits = score(logits, *rows_and_heads(B, N), position, np.arange(S))
     seen = np.where(visible(B, N, T, S, kw), logits, -np.inf)
     return np.moveaxis(seen.max(-1, initial=-np.inf), 1, 2)
 

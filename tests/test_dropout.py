@@ -239,19 +239,6 @@ def test_half_precision_is_as_exact_as_its_dtype(implementation, rng, small_tile
     equal(run(implementation, q, k, v), exact, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.parametrize("implementation", whole_but(["blockwise", "triton"], "triton"))
-def test_vmap_over_keys_equals_a_loop_with_gradients(implementation, rng, small_tiles):
-    q, k, v = qkv(rng, Sizes(T=19, S=23, N=2, K=1, H=8, Hv=8))
-    keys = jax.random.split(KEY, 2)
-    attend = lambda q, key: flash_attention(
-        q, k, v, dropout_rate=0.2, dropout_rng=key, implementation=implementation
-    )
-    of = value_and_gradients(attend, 0)
-    together = jax.vmap(of, in_axes=(None, 0))(q, keys)
-    alone = [of(q, key) for key in keys]
-    equal(together, jax.tree.map(lambda *x: jnp.stack(x), *alone), 5e-6)
-
-
 @needs_devices
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)

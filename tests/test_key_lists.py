@@ -130,9 +130,7 @@ def test_in_float64_a_call_is_that_of_the_dense_mask_to_rounding(beside, shape, 
 
 
 @pytest.mark.parametrize("walk", EVERY_WALK)
-def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit_nor_does_a_second_call(
-    walk, monkeypatch, rng
-):
+def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit(walk, monkeypatch, rng):
     implementation, lengths = walking(monkeypatch, walk), np.array([Z.T, 11], np.int32)
     # those that an entry of -1 may stand for are named by none: the first and the last
     indices = 2 * rng.integers(1, Z.S // 2, (Z.B, Z.T, Z.K, 6)).astype(np.int32)
@@ -149,10 +147,9 @@ def test_nan_in_keys_that_no_list_names_and_in_padding_changes_no_bit_nor_does_a
 
     q, k, v = qkv(rng, Z)
     do = normal(rng, *q.shape[:3], Z.Hv)
-    clean, again = run(q, k, v, do), run(q, k, v, do)
+    clean = run(q, k, v, do)
     k[:, ~named], v[:, ~named], q[1, 11:], do[1, 11:] = np.nan, np.inf, np.nan, np.nan
-    for found in again, run(q, k, v, do):
-        jax.tree.map(np.testing.assert_array_equal, clean, found)
+    jax.tree.map(np.testing.assert_array_equal, clean, run(q, k, v, do))
 
 
 # ---- work and memory ----
@@ -207,9 +204,7 @@ def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are
         attend = attend_by(indices, 64, query_block, implementation)
         return jax.grad(lambda *x: jnp.sum(attend(*x)), (0, 1, 2))(q, k, v)
 
-    shapes = re.findall(r"\[([\d,]+)\]", program(gradients, x, x, x, indices))
-    largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
-    assert largest < LONG**2 / 16
+    assert check.largest_array(program(gradients, x, x, x, indices)) < LONG**2 / 16
 
 
 @pytest.mark.usefixtures("optimized")
@@ -280,13 +275,8 @@ VMAPS = [(0, 0, 0, 0), (None, None, None, 3), (0, None, 0, None), (1, 0, None, 1
 def test_vmap_goes_over_lists_queries_and_keys_each_or_shares_them(axes, by, rng):
     x = *qkv(rng, Z), indices_of(rng, by, Z.K)
     moved = lambda x, axis: x if axis is None else np.stack([x, x[::-1]], axis)
-    pick = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
     x = [moved(a, axis) for a, axis in zip(x, axes, strict=True)]
-    run = gradients_by(by)
-    found = jax.jit(jax.vmap(run, axes))(*x)
-    for i in range(2):
-        alone = run(*(pick(a, axis, i) for a, axis in zip(x, axes, strict=True)))
-        equal(jax.tree.map(lambda a, i=i: a[i], found), alone)
+    check.vmap_is_a_loop(gradients_by(by), axes, *x)
 
 
 DATA, MODEL = P("data"), P(None, None, "model")

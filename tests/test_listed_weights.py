@@ -69,9 +69,9 @@ def expected(q, k, indices, block, query_block, **kw):
     by_list = weights.reshape(B, L, N // L, T, S).sum(2)
     keys = (indices[..., None] * block + np.arange(block)).reshape(*indices.shape[:3], -1)
     keys = np.repeat(keys, query_block, 1)[:, :T]
-    names = (keys >= 0) & (keys < S)
-    keys = np.where(names, keys, 0)
-    return np.where(names, np.take_along_axis(np.swapaxes(by_list, 1, 2), keys, -1), 0)
+    keys = np.where((keys >= 0) & (keys < S), keys, S)  # a key that is not there, without weight
+    by_query = np.pad(np.swapaxes(by_list, 1, 2), ((0, 0), (0, 0), (0, 0), (0, 1)))
+    return np.take_along_axis(by_query, keys, -1)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

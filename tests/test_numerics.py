@@ -88,10 +88,7 @@ def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, r
     """One compiled program for all cases. Beside twice their error a few float32 roundings are let
     pass, of the result or of the terms that cancel in it: where one key takes all, dS is 0, and dP
     - delta is not."""
-    attend = lambda q, k, v, bias: flash_attention(
-        q, k, v, bias, scale=1.0, implementation=implementation
-    )
-    assert not worse_than_jax_nn(attend, 1.0, CASES, OUTPUTS, rng)
+    assert not worse_than_jax_nn(implementation, 1.0, CASES, rng, with_bias=True)
 
 
 @pytest.mark.whole("triton")
@@ -99,10 +96,7 @@ def test_errors_are_at_most_twice_those_of_jax_nn(implementation, alike_tiles, r
 def test_without_a_bias_too_at_a_scale_that_rounds(implementation, alike_tiles, rng):
     """scale * q k^T and less the maximum must be no one multiply-add, whose result exceeds 0 by the
     rounding of the maximum."""
-    attend = lambda q, k, v, bias: flash_attention(
-        q, k, v, scale=0.3, implementation=implementation
-    )
-    assert not worse_than_jax_nn(attend, 0.3, LOGITS, OUTPUTS[:-1], rng)
+    assert not worse_than_jax_nn(implementation, 0.3, LOGITS, rng, with_bias=False)
 
 
 @pytest.mark.whole("reference", "triton", "standard")
@@ -241,10 +235,12 @@ def test_products_of_bfloat16_hold_at_any_size_too(tiles, options, request, rng)
             ), size
 
 
-def worse_than_jax_nn(attend, scale, cases, outputs, rng):
-    """What of attend's results and gradients, one compiled program for all cases, has an error more
-    than twice jax.nn's."""
-    ours, worse = gradients(attend), {}
+def worse_than_jax_nn(implementation, scale, cases, rng, with_bias):
+    """What of the results and gradients, one compiled program for all cases, has an error more than
+    twice jax.nn's."""
+    options = dict(scale=scale, implementation=implementation)
+    ours = gradients(lambda *x: flash_attention(*x[:3], x[3] if with_bias else None, **options))
+    outputs, worse = OUTPUTS if with_bias else OUTPUTS[:-1], {}
     for name, case in cases.items():
         q, k, v = qkv(rng, SIZES)
         hidden = (rng.random((1, SIZES.N, SIZES.T, SIZES.S)) < 0.3) & (

@@ -63,12 +63,7 @@ def dense(q, k, v, score_mod, query_offset=OFFSET, mask=None):
     if mask is not None:
         ends = map(np.asarray, (mask.cu_seqlens_q, mask.cu_seqlens_k))
         seen, position = (x[:, None] for x in oracle.sequences(*ends, Z.B, Z.T, Z.S))
-    at = (
-        np.arange(Z.B)[:, None, None, None],
-        np.arange(Z.N)[:, None, None],
-        position,
-        np.arange(Z.S),
-    )
+    at = *oracle.rows_and_heads(Z.B, Z.N), position, np.arange(Z.S)
     s = jnp.where(seen & (at[3] <= position), jnp.vectorize(score_mod)(s, *at), -jnp.inf)
     lse = jax.nn.logsumexp(s, axis=-1)
     p = jnp.exp(s - jnp.where(lse == -jnp.inf, 0, lse)[..., None])

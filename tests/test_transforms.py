@@ -26,14 +26,6 @@ def attend(implementation, **kw):
 equal = functools.partial(check.equal, tolerance=5e-6)
 
 
-@pytest.mark.whole("reference", "triton")
-def test_jit_and_eager_agree_and_value_and_grad_works(implementation, rng):
-    x = qkv(rng, Z)
-    f = lambda *x: jnp.sum(attend(implementation, is_causal=True)(*x) ** 2)
-    gradients = jax.value_and_grad(f, argnums=(0, 1, 2))
-    equal(gradients(*x), jax.jit(gradients)(*x))
-
-
 @pytest.mark.whole("triton")
 @pytest.mark.parametrize("axes", [(0, 0, 0), (3, 0, 1), (0, None, None), (None, 1, 2)], ids=str)
 def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, rng):
@@ -48,13 +40,7 @@ def test_vmap_over_any_axis_equals_a_loop_with_gradients(axes, implementation, r
         more |= dict(mask=masks.Window(lengths[0], None))
         return value_and_gradients(attend(implementation, **more))(q, k, v)
 
-    actual, one = jax.jit(jax.vmap(f, in_axes=(*axes, 0)))(q, k, v, lengths), jax.jit(f)
-    pick = lambda x, axis, i: x if axis is None else np.take(x, i, axis)
-    for i in range(2):
-        alone = one(
-            *(pick(x, axis, i) for x, axis in zip((q, k, v), axes, strict=True)), lengths[i]
-        )
-        equal(jax.tree.map(lambda x, i=i: x[i], actual), alone)
+    check.vmap_is_a_loop(f, (*axes, 0), q, k, v, lengths)
 
 
 def test_what_one_of_two_vmaps_shares_has_the_sum_of_the_gradients(rng):
@@ -158,6 +144,7 @@ MAPPED = {
         "a bias of all, for each batch row",
         "sinks of its own",
         "a score_mod and a rule that count batch rows",
+        "a dropout key of its own",
     ),
 )
 def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_copied(case, rng):
@@ -175,12 +162,10 @@ def test_mapped_calls_are_one_call_of_more_batch_rows_where_nothing_large_is_cop
         of = lambda x, floats: attend(x, own | floats)
         return value_and_gradients(of, (0, 1))(x, floats)
 
-    mapped, one = jax.jit(jax.vmap(f)), jax.jit(f)
     together = [("forward", 6)] * forward + [("backward", 6)] * backward
-    calls = _calls(jax.make_jaxpr(mapped)(x, own).jaxpr)
+    calls = _calls(jax.make_jaxpr(jax.vmap(f))(x, own).jaxpr)
     assert [(rules.name, rules.problem.batch) for rules in calls] == together
-    expected = [one(*jax.tree.map(lambda a, i=i: a[i], (x, own))) for i in range(3)]
-    equal(mapped(x, own), jax.tree.map(lambda *a: jnp.stack(a), *expected))
+    check.vmap_is_a_loop(f, (0, 0), x, own)
 
 
 def test_calls_that_share_keys_do_not_copy_them(rng):
@@ -223,17 +208,21 @@ no_names = pytest.mark.skipif(
 )
 
 
+def with_and_without_remat(implementation):
+    """A loss, the same where output and log-sum-exp are kept by name, and where nothing is."""
+    f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation)(jnp.tanh(q), k, v)))
+    names = "flash_attention_out", "flash_attention_lse"
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return f, jax.checkpoint(f, policy=policy), jax.checkpoint(f)
+
+
 @no_names
 @pytest.mark.whole("reference", "triton")
 def test_remat_by_name_keeps_output_and_lse_and_nothing_is_kept_without_names(
     implementation, rng, capsys
 ):
     q, k, v = qkv(rng, Z)
-    f = lambda q, k, v: jnp.sum(jnp.sin(attend(implementation)(jnp.tanh(q), k, v)))
-    policy = jax.checkpoint_policies.save_only_these_names(
-        "flash_attention_out", "flash_attention_lse"
-    )
-    kept, nothing = jax.checkpoint(f, policy=policy), jax.checkpoint(f)
+    f, kept, nothing = with_and_without_remat(implementation)
     equal(*(jax.jit(jax.grad(g, argnums=(0, 1, 2)))(q, k, v) for g in (f, kept)))
     # o, and of lse m and l; the dense backward computes the weights again
     residuals = 1 if implementation == "reference" else 3
@@ -285,13 +274,9 @@ def test_what_is_evaluated_while_tracing_takes_no_kernel_and_says_so(name, rng):
 @no_names
 def test_remat_by_name_runs_the_forward_kernel_once(rng):
     q, k, v = qkv(rng, Z)
-    policy = jax.checkpoint_policies.save_only_these_names(
-        "flash_attention_out", "flash_attention_lse"
-    )
-    f = lambda q, k, v: jnp.sum(jnp.sin(attend("triton")(jnp.tanh(q), k, v)))
     calls = lambda g: _calls(jax.make_jaxpr(jax.grad(g))(q, k, v).jaxpr)
     count = lambda g: sum(call.name == "forward" for call in calls(g))
-    plain, kept, again = count(f), count(jax.checkpoint(f, policy=policy)), count(jax.checkpoint(f))
+    plain, kept, again = map(count, with_and_without_remat("triton"))
     assert plain == kept < again
 
 
