@@ -92,7 +92,7 @@ CASES = {
     "no keys": Case(NARROW, CAUSAL | dict(key_value_seq_lengths=np.array([0, 7], np.int32))),
     "no keys for some queries": Case(SMALL, CAUSAL | dict(query_offset=-40)),
     "documents": named("documents_causal", NARROW, **ANY_ORDER),
-    "scattered documents": named("documents_scattered", WIDE),
+    "scattered documents": named("documents_scattered", WIDE, local_window_size=(100, 40)),
     "prefix": named("prefix_window_lengths", NARROW),
     "varlen": named("varlen_window_causal", WIDE, sinks=SINKS),
     "everything": named("everything", NARROW._replace(N=2), sinks=SINKS),

@@ -167,6 +167,8 @@ FAST = [
 ]
 # of five tiles of columns two consumers own three each
 SHARED_COLUMNS = ("hopper", "heads of 160, soft cap")
+# ids and a window where a thread holds a row
+IDS = ("blackwell", "scattered documents")
 BY_ANOTHER = ("blackwell", "heads of 256")
 FAST_SCORED = [
     ("hopper", "a mask by batch row"),
@@ -202,7 +204,7 @@ FAST_SCORES = [
 @pytest.mark.parametrize(
     "family, name",
     [
-        *whole_but([*with_each(FAMILIES, CASES), BY_ANOTHER], *spread(FAST), SHARED_COLUMNS),
+        *whole_but([*with_each(FAMILIES, CASES), BY_ANOTHER], *spread(FAST), SHARED_COLUMNS, IDS),
         *whole_but(in_turn(SCORED), *FAST_SCORED),
         *whole_but(ABOVE, *FAST_ABOVE),
         *whole_but([*with_each(FAMILIES, SCORES), *spread(BIASES)], *FAST_SCORES),
