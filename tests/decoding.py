@@ -1,5 +1,6 @@
 """What the tests of decoding and of pages share."""
 
+import contextlib
 import os
 
 import gpu_interpreter
@@ -9,7 +10,7 @@ import pytest
 from cases import normal
 from check import TOLERANCE, close
 
-from pallas_flash.tiled import quantised
+from pallas_flash.tiled import quantised, split_kv
 
 IMPLEMENTATIONS = ("blockwise", "triton")
 MOSAIC = ("hopper", "ampere")
@@ -69,6 +70,15 @@ def pool(rng, page, lengths, pages=PAGES, sizes=(H, HV), dtype="float32", stored
     for at, start, stop, other in zip(table, first, lengths, (B * pages, -7, 10**6), strict=True):
         at[-(-stop // page) :], at[: start // page] = other, B * pages
     return call | dict(page_table=table, lengths=lengths), rows
+
+
+@contextlib.contextmanager
+def without_a_race(implementation, splits, monkeypatch):
+    """The Mosaic kernels of an implementation, in so many splits."""
+    monkeypatch.setattr(split_kv, "num_splits", lambda *_: splits)
+    with gpu_interpreter.kernels(implementation, detect_races=True) as races:
+        yield
+    assert not races.found
 
 
 def equal_the_oracle(found, q, rows, of_lse=1e-5, **kw):

@@ -20,6 +20,7 @@ from decoding import (
     needs_interpreter,
     pool,
     seen,
+    without_a_race,
 )
 from selection import whole_but
 
@@ -88,54 +89,45 @@ def test_explain_shows_the_parts():
     )
 
 
-def test_blockwise_decodes_where_a_copy_of_the_keys_is_large_or_few_rows_see_some_of_many(
-    monkeypatch,
-):
+@pytest.fixture
+def decodes(monkeypatch):
+    """decodes(batch, T, S, N, K, dtype, has_lengths): whether blockwise does."""
     monkeypatch.undo()  # small_caches
-    lengths = jax.ShapeDtypeStruct((2,), jnp.int32)
 
-    def decodes(T, S, dtype="float32", K=4, **kw):
+    def decodes(batch, T, S, N, K, dtype="float32", has_lengths=False):
         q, k = (
-            jax.ShapeDtypeStruct((2, length, heads, 64), dtype)
-            for length, heads in ((T, 8), (S, K))
+            jax.ShapeDtypeStruct((batch, length, heads, 64), dtype)
+            for length, heads in ((T, N), (S, K))
         )
-        return "decoding" in str(explain(q, k, k, implementation="blockwise", **kw))
+        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32) if has_lengths else None
+        found = explain(q, k, k, implementation="blockwise", key_value_seq_lengths=lengths)
+        return "decoding" in str(found)
 
-    assert decodes(1, 8192) and not decodes(1, 8191)
-    assert decodes(1, 16384, "bfloat16") and not decodes(1, 16383, "bfloat16")  # half as many bytes
+    return decodes
+
+
+def test_blockwise_decodes_where_a_copy_of_the_keys_is_large_or_few_rows_see_some_of_many(decodes):
+    half = "bfloat16"  # as many bytes
+    assert decodes(2, 1, 8192, 8, 4) and not decodes(2, 1, 8191, 8, 4)
+    assert decodes(2, 1, 16384, 8, 4, half) and not decodes(2, 1, 16383, 8, 4, half)
     # a single row is multiplied in float32
-    assert decodes(1, 4096, "bfloat16", 8) and not decodes(2, 4096, "bfloat16", 8)
-    assert decodes(1, 2049, key_value_seq_lengths=lengths) and not decodes(
-        1, 2048, key_value_seq_lengths=lengths
-    )
-    assert not decodes(5, 2049, key_value_seq_lengths=lengths)
+    assert decodes(2, 1, 4096, 8, 8, half) and not decodes(2, 2, 4096, 8, 8, half)
+    lengths = dict(has_lengths=True)
+    assert decodes(2, 1, 2049, 8, 4, **lengths) and not decodes(2, 1, 2048, 8, 4, **lengths)
+    assert not decodes(2, 5, 2049, 8, 4, **lengths)
 
 
 def test_blockwise_decodes_no_batch_rows_whose_keys_are_copied_by_nobody_or_are_few_for_many_rows(
-    monkeypatch,
+    decodes,
 ):
-    monkeypatch.undo()  # small_caches
-    lengths = jax.ShapeDtypeStruct((300,), jnp.int32)
-
-    def decodes(T, S, N, K, dtype="float32", **kw):
-        q, k = (
-            jax.ShapeDtypeStruct((300, length, heads, 64), dtype)
-            for length, heads in ((T, N), (S, K))
-        )
-        return "decoding" in str(explain(q, k, k, implementation="blockwise", **kw))
-
-    assert (
-        decodes(1, 512, 8, 2)
-        and not decodes(1, 512, 8, 1)
-        and not decodes(1, 512, 8, 1, "bfloat16")
-    )
+    half, lengths = "bfloat16", dict(has_lengths=True)
+    assert decodes(300, 1, 512, 8, 2)
+    assert not decodes(300, 1, 512, 8, 1) and not decodes(300, 1, 512, 8, 1, half)
     # a single row of bfloat16 is multiplied in float32
-    assert decodes(1, 2048, 1, 1, "bfloat16") and not decodes(1, 2048, 1, 1)
-    assert decodes(1, 2049, 8, 1) and decodes(1, 512, 4, 1, key_value_seq_lengths=lengths)
-    assert decodes(4, 1024, 4, 4, key_value_seq_lengths=lengths) and decodes(
-        4, 1025, 4, 2, key_value_seq_lengths=lengths
-    )
-    assert not decodes(4, 1024, 4, 2, key_value_seq_lengths=lengths)
+    assert decodes(300, 1, 2048, 1, 1, half) and not decodes(300, 1, 2048, 1, 1)
+    assert decodes(300, 1, 2049, 8, 1) and decodes(300, 1, 512, 4, 1, **lengths)
+    assert decodes(300, 4, 1024, 4, 4, **lengths) and decodes(300, 4, 1025, 4, 2, **lengths)
+    assert not decodes(300, 4, 1024, 4, 2, **lengths)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +175,21 @@ SEEN = {
     "causal with lengths": dict(
         is_causal=True, query_offset=ints(50, 298, -2), key_value_seq_lengths=ints(53, 301, 0)
     ),
-    "a window": dict(local_window_size=(40, 0), query_offset=ints(50, 298, 5), logits_soft_cap=2.0),
+    "a window": dict(
+        local_window_size=(40, 0),
+        query_offset=ints(50, 298, 5),
+        logits_soft_cap=2.0,
+        return_max_logits=True,
+    ),
     "documents": dict(
         query_segment_ids=ints([0, 1, 2], [1, 1, 1], [7, 0, 0]),
         key_value_segment_ids=np.arange(B * 301).reshape(B, 301) % 3,
     ),
-    "some queries": dict(query_seq_lengths=ints(1, 0, 3), key_value_seq_lengths=ints(1, 2, 400)),
+    "some queries": dict(
+        query_seq_lengths=ints(1, 0, 3),
+        key_value_seq_lengths=ints(1, 2, 400),
+        return_max_logits=True,
+    ),
 }
 
 
@@ -242,12 +243,10 @@ def test_by_mosaic_output_and_lse_equal_the_oracle_without_a_race(
     implementation, name, rng, monkeypatch
 ):
     head, heads, kw = BY_MOSAIC[name]
-    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 2)
     q, k, v = arrays(rng, 3, 301, jnp.bfloat16, head, head, heads)
-    with gpu_interpreter.kernels(implementation, detect_races=True) as races:
+    with without_a_race(implementation, 2, monkeypatch):
         found = flash_attention(q, k, v, implementation=implementation, return_residual=True, **kw)
     equal_the_oracle(found, q, (k, v), **kw)
-    assert not races.found
 
 
 @pytest.mark.gpu
@@ -259,14 +258,12 @@ def test_by_mosaic_pages_equal_the_oracle_without_a_race(
     implementation, page, heads, rng, monkeypatch
 ):
     """In one split, so that slots of shared memory are used again."""
-    monkeypatch.setattr(split_kv, "num_splits", lambda *_: 1)
     lengths = ints(150, 384, 0)
     call, rows = pool(rng, page, lengths, 384 // page, (128, 128), jnp.bfloat16)
     q = arrays(rng, 3, 1, jnp.bfloat16, 128, heads=heads)[0]
-    with gpu_interpreter.kernels(implementation, detect_races=True) as races:
+    with without_a_race(implementation, 1, monkeypatch):
         found = paged_attention(q, **call, implementation=implementation, return_residual=True)
     equal_the_oracle(found, q, rows, **seen(lengths, 3))
-    assert not races.found
 
 
 @needs_interpreter

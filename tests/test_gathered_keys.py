@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, arguments, lists, qkv
-from decoding import MOSAIC, equal_the_oracle, ints, needs_interpreter
+from decoding import MOSAIC, equal_the_oracle, ints, needs_interpreter, without_a_race
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, masks
@@ -100,7 +100,6 @@ def drawn(name, rng, dtype="bfloat16"):
 )
 def test_output_and_lse_equal_the_oracle_without_a_race(implementation, name, rng, monkeypatch):
     case = CASES[name]
-    monkeypatch.setattr(split_kv, "num_splits", lambda *_: case.splits)
     q, (k, v), rows, kw = drawn(name, rng)
     options = arguments(kw)
     if case.sizes.H > 256:
@@ -108,11 +107,10 @@ def test_output_and_lse_equal_the_oracle_without_a_race(implementation, name, rn
     attend = functools.partial(
         flash_attention, implementation=implementation, return_residual=True, **options
     )
-    with gpu_interpreter.kernels(implementation, detect_races=True) as races:
+    with without_a_race(implementation, case.splits, monkeypatch):
         found = jax.jit(attend)(q, k, v)
     assert found[0].dtype == q.dtype
     equal_the_oracle(found, q, rows, **kw)
-    assert not races.found
 
 
 WIDTHS = {  # the bytes of a row, and a swizzle that divides them

@@ -1,7 +1,6 @@
 """return_max_logits: the largest logit of each row, in every implementation, and wherever a call
 may be."""
 
-import contextlib
 import functools
 
 import gpu_interpreter
@@ -78,74 +77,35 @@ def attend(q, k, v, *, implementation, **kw):
     return both(q, k, v, arrays)
 
 
+# whose running maximum lags; test_kernels.py asks for it in the fast half
+ON_HOPPER = pytest.param("hopper", marks=[gpu_interpreter.needs_interpreter, pytest.mark.whole])
+
+
 @small_tiles
-@pytest.mark.parametrize("name", ["reference", "blockwise", "triton", "flash1", "standard"])
+@pytest.mark.parametrize(
+    "name", ["reference", "blockwise", "triton", "flash1", "standard", ON_HOPPER]
+)
 @pytest.mark.parametrize(
     "case", whole_but(CASES, "sinks, and rows that see nothing", "a score_mod", "a bias of -inf")
 )
 def test_it_is_the_oracles_and_changes_no_bit_beside_it(case, name, rng):
-    q, k, v = qkv(rng, Z)
-    kw = CASES[case](rng, Z)
+    z = Sizes(B=1, T=70, S=309, N=2, K=1, H=128, Hv=128) if name == "hopper" else Z
+    q, k, v = qkv(rng, z, "bfloat16" if name == "hopper" else "float32")
+    kw = CASES[case](rng, z)
     if name in ("flash1", "standard") and (("bias" in kw and name == "flash1") or "score" in kw):
         pytest.skip("it takes no bias, or no score_mod")
+    if name == "hopper" and kw.get("scale", 1) < 0:
+        pytest.skip("the kernels take the maximum before the scale")
     expected = oracle.max_logits(q, k, **kw)
     for x, lengths in ((q, "query_seq_lengths"), (k, "key_value_seq_lengths")):
-        beyond = np.arange(x.shape[1]) >= kw.get(lengths, np.full(Z.B, x.shape[1]))[:, None]
+        beyond = np.arange(x.shape[1]) >= kw.get(lengths, np.full(z.B, x.shape[1]))[:, None]
         x[beyond] = np.nan
-    plain, (*same, found) = attend(q, k, v, implementation=name, **kw)
+    with gpu_interpreter.kernels(name):
+        plain, (*same, found) = attend(q, k, v, implementation=name, **kw)
     for a, b in zip(plain, same, strict=True):
         np.testing.assert_array_equal(a, b)
     assert found.dtype == jnp.float32
     close(found, expected, 2e-6)
-
-
-@gpu_interpreter.needs_interpreter
-@pytest.mark.whole  # test_kernels.py asks for it in the fast half
-@pytest.mark.parametrize("case", CASES)
-def test_on_hopper_it_is_exact_though_the_running_maximum_lags(case, rng):
-    z = Sizes(B=1, T=70, S=309, N=2, K=1, H=128, Hv=128)
-    q, k, v = qkv(rng, z, jnp.bfloat16)
-    kw = CASES[case](rng, z)
-    if kw.get("scale", 1) < 0:
-        pytest.skip("the kernels take the maximum before the scale")
-    with gpu_interpreter.hopper_kernels():
-        assert explain(q, k, v, implementation="hopper").tiles.forward.rescale_threshold
-        plain, (*same, found) = attend(q, k, v, implementation="hopper", **kw)
-    for a, b in zip(plain, same, strict=True):
-        np.testing.assert_array_equal(a, b)
-    close(found, oracle.max_logits(q, k, **kw), 2e-6)
-
-
-DECODING = {
-    "rows that see nothing": dict(is_causal=True, query_offset=np.array([290, -7], np.int32)),
-    "sinks, a soft cap and lengths": dict(
-        key_value_seq_lengths=np.array([0, 299], np.int32),
-        sinks=np.array([20, 0.5, -20, -np.inf], np.float32),
-        logits_soft_cap=3.0,
-    ),
-}
-
-
-@pytest.mark.whole
-@pytest.mark.usefixtures("small_caches")
-@pytest.mark.parametrize("case", DECODING)
-@pytest.mark.parametrize("name", ["blockwise", "triton", "hopper"])
-def test_in_decoding_it_is_that_of_all_parts_of_the_keys(name, case, rng):
-    if name == "hopper" and gpu_interpreter.MISSING is not None:
-        pytest.skip(str(gpu_interpreter.MISSING))
-    z, dtype = (
-        Sizes(T=2, S=301, N=4, K=2, H=64, Hv=64),
-        jnp.bfloat16 if name == "hopper" else jnp.float32,
-    )
-    q, k, v = qkv(rng, z, dtype)
-    with gpu_interpreter.hopper_kernels() if name == "hopper" else contextlib.nullcontext():
-        assert explain(
-            q, k, v, implementation=name, return_max_logits=True, **DECODING[case]
-        ).tiles.decode
-        plain, (*same, found) = attend(q, k, v, implementation=name, **DECODING[case])
-    for a, b in zip(plain, same, strict=True):
-        np.testing.assert_array_equal(a, b)
-    close(found, oracle.max_logits(q, k, **DECODING[case]), 2e-6)
 
 
 def test_it_comes_last_and_the_call_says_what_is_asked(rng):
@@ -203,15 +163,3 @@ def test_in_forward_mode_its_tangent_is_zero(name, rng):
         (_, largest), (do, tangent) = flash_attention_jvp(x, dx, **options)
         close(largest, oracle.max_logits(*x[:2], is_causal=True), 2e-6)
         assert tangent.dtype == jnp.float32 and not np.any(tangent) and np.any(do)
-
-
-@pytest.mark.whole
-def test_float64_has_its_own(rng):
-    with jax.enable_x64(True):
-        q, k, v = (x.astype(np.float64) for x in qkv(rng, Z))
-        for name in "blockwise", "reference":
-            found = flash_attention(
-                q, k, v, implementation=name, is_causal=True, return_max_logits=True
-            )[1]
-            assert found.dtype == jnp.float64
-            close(found, oracle.max_logits(q, k, is_causal=True), 1e-14)
