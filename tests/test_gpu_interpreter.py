@@ -21,11 +21,6 @@ pytestmark = gpu_interpreter.needs_interpreter
 M = 64
 
 
-def copy_in(source, smem, barrier):
-    plgpu.copy_gmem_to_smem(source, smem, barrier)
-    plgpu.barrier_wait(barrier)
-
-
 @pytest.mark.parametrize("length, leaves_its_row", [(M, False), (2 * M, False), (M + 8, True)])
 def test_a_vector_that_is_stored_over_the_end_of_its_row_is_an_error(length, leaves_its_row):
     """On a GPU it goes to the start of the next row."""
@@ -55,7 +50,8 @@ def test_reductions_add_up_in_any_order_and_stop_at_the_end_of_the_array(rng):
     parts = jnp.asarray(rng.integers(-9, 9, (3, M, M)), jnp.float32)
 
     def kernel(parts_gmem, total_gmem, smem, full):
-        copy_in(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
+        plgpu.copy_gmem_to_smem(parts_gmem.at[jax.lax.axis_index("part")], smem, full)
+        plgpu.barrier_wait(full)
         plgpu.copy_smem_to_gmem(
             smem, total_gmem.at[pl.ds(registers.opaque(M // 2), M)], reduction_op="add"
         )

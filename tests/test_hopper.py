@@ -87,31 +87,27 @@ def test_a_consumer_multiplies_only_the_blocks_that_its_own_rows_need(name, rng,
 
 # The tiles of a program see three blocks of keys and then one, or one and then three: its second
 # tile is the first to use a slot.
-SEVERAL = {
-    "fewer": dict(is_causal=True, query_offset=-150),
-    "more": dict(local_window_size=(100, 400), query_offset=200),
+FEWER = dict(is_causal=True, query_offset=-150)
+MORE = dict(local_window_size=(100, 400), query_offset=200)
+HEADS = dict(is_causal=True, query_offset=50)
+SEVERAL = {  # sizes, options: tiles to a program
+    "fewer, 128": (one_head(500, 300, 128), FEWER, 2),
+    "fewer, 64": (one_head(760, 300), FEWER, 2),
+    "more, 128": (one_head(500, 300, 128), MORE, 2),
+    "more, 64": (one_head(760, 300), MORE, 2),
+    "heads, 128": (Sizes(B=2, T=200, S=300, N=4, K=2, H=128, Hv=128), HEADS, 8),
+    "heads, 64": (Sizes(B=2, T=200, S=300, N=4, K=2, H=64, Hv=64), HEADS, 8),
 }
 
 
 @pytest.mark.gpu
 @needs_interpreter
-@pytest.mark.parametrize("head", [128, 64])
-@pytest.mark.parametrize("name", whole_but(SEVERAL, "more"))
-def test_a_program_that_goes_over_several_tiles_has_no_race(head, name, rng, monkeypatch):
+@pytest.mark.parametrize("name", whole_but(SEVERAL, "more, 128", "more, 64", "heads, 128"))
+def test_a_program_that_goes_over_several_tiles_or_heads_has_no_race(name, rng, monkeypatch):
     monkeypatch.setattr(hardware, "processors", lambda: 1)
-    z = one_head(500 if head == 128 else 760, 300, head)
-    assert tiles(qkv(rng, z, jnp.bfloat16)).forward.tiles_per_program == 2
-    agrees(rng, z, detect_races=True, **SEVERAL[name])
-
-
-@pytest.mark.gpu
-@needs_interpreter
-@pytest.mark.parametrize("head", whole_but((128, 64), 128))
-def test_a_program_that_goes_over_several_heads_has_no_race(head, rng, monkeypatch):
-    monkeypatch.setattr(hardware, "processors", lambda: 1)
-    z = Sizes(B=2, T=200, S=300, N=4, K=2, H=head, Hv=head)
-    assert tiles(qkv(rng, z, jnp.bfloat16)).forward.tiles_per_program == 8
-    agrees(rng, z, detect_races=True, is_causal=True, query_offset=50)
+    z, options, count = SEVERAL[name]
+    assert tiles(qkv(rng, z, jnp.bfloat16)).forward.tiles_per_program == count
+    agrees(rng, z, detect_races=True, **options)
 
 
 # ---- copies ----
