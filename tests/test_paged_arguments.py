@@ -16,206 +16,116 @@ from pallas_flash.kernels.mma import tile_sizes
 pytestmark = pytest.mark.usefixtures("small_caches")
 
 
-def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32):
+def pages(P=4, page=8, heads=1, rows=1, width=8, dtype=jnp.float32, **more):
     k = jnp.ones((P, page, heads, width), dtype)
-    return dict(
-        query=jnp.ones((1, 1, 1, 8)),
-        k_pages=k,
-        v_pages=k,
-        page_table=jnp.zeros((rows, 2), int),
-        lengths=ints(3),
-    )
+    call = dict(query=jnp.ones((1, 1, 1, 8)), k_pages=k, v_pages=k, lengths=ints(3))
+    return call | dict(page_table=jnp.zeros((rows, 2), int)) | more
 
 
 SCALES = jnp.ones((4, 8, 1))
 
 
+# what is said, and the arguments
 WRONG = {
-    "a page that is no multiple of 8": (dict(page=9), {}, "multiple of 8 keys; got"),
-    "rows that are not the query's": (
-        dict(rows=2),
-        {},
-        r"the same B rows, here 1, as query or cu_seqlens_q; got \(2, 2\) and \(1,\)",
+    "multiple of 8 keys; got": dict(page=9),
+    r"the same B rows, here 1, as query or cu_seqlens_q; got \(2, 2\) and \(1,\)": dict(rows=2),
+    r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)": dict(width=16),
+    r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)": dict(P=1, heads=4),
+    "lengths must be integers; got NoneType": dict(lengths=None),
+    "is_causal must be a static bool, True or False; got the int 1": dict(is_causal=1),
+    r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)": dict(query_seq_lengths=[1, 1]),
+    "implementation must be None or one of hopper, blackwell, ampere, triton": dict(
+        implementation="flash"
     ),
-    "heads of another size": (
-        dict(width=16),
-        {},
-        r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)",
+    r"the same B rows, here 2, as query or cu_seqlens_q; got \(1, 2\) and \(1,\)": dict(
+        query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 2, 5]
     ),
-    "pages behind heads": (
-        dict(P=1, heads=4),
-        {},
-        r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)",
+    r"query must be \[T, N, H\] with cu_seqlens_q \[B \+ 1\]": dict(cu_seqlens_q=[0, 1]),
+    r"cu_seqlens_q must ascend, from 0 or more to the 5 tokens at most; got \[0, 6\]": dict(
+        query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 6]
     ),
-    "no lengths": ({}, dict(lengths=None), "lengths must be integers; got NoneType"),
-    "a number for a flag": (
-        {},
-        dict(is_causal=1),
-        "is_causal must be a static bool, True or False; got the int 1",
+    "query_seq_lengths must be 0 to the 1 queries of a row; got 2 in row 0": dict(
+        query_seq_lengths=[2]
     ),
-    "lengths of other rows": (
-        {},
-        dict(query_seq_lengths=[1, 1]),
-        r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)",
+    "got 4 queries and 3 keys in row 0: query_seq_lengths .* query_offset .* is_causal=False": dict(
+        query=jnp.ones((1, 5, 1, 8)), query_seq_lengths=[4]
     ),
-    "a name of no implementation": (
-        {},
-        dict(implementation="flash"),
-        "implementation must be None or one of hopper, blackwell, ampere, triton",
+    "got 4 queries and 3 keys in row 0: append adds": dict(
+        query=jnp.ones((5, 1, 8)), cu_seqlens_q=[1, 5]
     ),
-    "ragged tokens of other rows": (
-        {},
-        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 2, 5]),
-        r"the same B rows, here 2, as query or cu_seqlens_q; got \(1, 2\) and \(1,\)",
+    "query_seq_lengths cannot go with cu_seqlens_q": dict(
+        query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]
     ),
-    "ragged tokens in a batch": (
-        {},
-        dict(cu_seqlens_q=[0, 1]),
-        r"query must be \[T, N, H\] with cu_seqlens_q \[B \+ 1\]",
+    "v_pages must be an array; .*k_pages, pass their number": dict(v_pages=None),
+    "value_size is for v_pages=None": dict(value_size=4),
+    r"at most the H of k_pages \(4, 8, 1, 8\)": dict(v_pages=None, value_size=9),
+    r"v_scales must be None where v_pages is: .* k_scales; got v_scales \(4, 8, 1\)": dict(
+        dtype=jnp.int8, v_pages=None, value_size=4, k_scales=SCALES, v_scales=SCALES
     ),
-    "ragged tokens beyond the last": (
-        {},
-        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 6]),
-        r"cu_seqlens_q must ascend, from 0 or more to the 5 tokens at most; got \[0, 6\]",
+    r"k_pages of int8 needs k_scales \[P, page, K\]": dict(dtype=jnp.int8),
+    "float32 is for int8, float8_e4m3fn or float8_e5m2, .* no place for k_sc": dict(
+        k_scales=SCALES, v_scales=SCALES
     ),
-    "more real queries than queries": (
-        {},
-        dict(query_seq_lengths=[2]),
-        "query_seq_lengths must be 0 to the 1 queries of a row; got 2 in row 0",
+    r"\(4, 8, 1\) like k_.*; got": dict(dtype=jnp.int8, k_scales=SCALES[:3], v_scales=SCALES),
+    "it reads keys and values in 8 bits, or neither; got keys alone in int8: triton and": dict(
+        dtype=jnp.int8, v_pages=jnp.ones((4, 8, 1, 8)), k_scales=SCALES, implementation="ampere"
     ),
-    "more real queries than keys": (
-        {},
-        dict(query=jnp.ones((1, 5, 1, 8)), query_seq_lengths=[4]),
-        "got 4 queries and 3 keys in row 0: query_seq_lengths .* query_offset .* is_causal=False",
+    "must have one dtype, or one of them int8, float8_e4m3fn or float8_e5m2; got int8 and fl": dict(
+        dtype=jnp.int8,
+        v_pages=jnp.ones((4, 8, 1, 8), jnp.float8_e5m2),
+        k_scales=SCALES,
+        v_scales=SCALES,
     ),
-    "ragged tokens beyond the keys": (
-        {},
-        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[1, 5]),
-        "got 4 queries and 3 keys in row 0: append adds",
+    r"pages from 0 to 3 where queries see keys; got 4 in row 0, entry 0, for the keys": dict(
+        page_table=[[4, 0]]
     ),
-    "ragged tokens and lengths": (
-        {},
-        dict(query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], query_seq_lengths=[5]),
-        "query_seq_lengths cannot go with cu_seqlens_q",
+    "got -1 in row 0, entry 1, for the keys from 8 on of 9": dict(
+        page_table=[[0, -1]], lengths=[9]
     ),
-    "no values": ({}, dict(v_pages=None), "v_pages must be an array; .*k_pages, pass their number"),
-    "values and their size": ({}, dict(value_size=4), "value_size is for v_pages=None"),
-    "a value size beyond H": (
-        {},
-        dict(v_pages=None, value_size=9),
-        r"at most the H of k_pages \(4, 8, 1, 8\)",
+    "got 9 in row 0, entry 0": dict(
+        rows=2,
+        query=jnp.ones((3, 1, 8)),
+        cu_seqlens_q=[0, 3, 3],
+        page_table=[[9, 0], [9, 9]],
+        lengths=[3, 3],
     ),
-    "scales of values that are keys": (
-        dict(dtype=jnp.int8),
-        dict(v_pages=None, value_size=4, k_scales=SCALES, v_scales=SCALES),
-        r"v_scales must be None where v_pages is: .* k_scales; got v_scales \(4, 8, 1\)",
+    r"at most 16, the keys of the 2 pages that page_table \(1, 2\) .*; got 17 in row 0": dict(
+        lengths=[17]
     ),
-    "8 bits without scales": (
-        dict(dtype=jnp.int8),
-        {},
-        r"k_pages of int8 needs k_scales \[P, page, K\]",
+    r"query and k_pages must have one dtype, .*bfloat16 and float32. .*\(dtype=query.dtype\)": dict(
+        query=jnp.ones((1, 1, 1, 8), jnp.bfloat16)
     ),
-    "scales of floats": (
-        {},
-        dict(k_scales=SCALES, v_scales=SCALES),
-        "float32 is for int8, float8_e4m3fn or float8_e5m2, .* no place for k_sc",
+    "or k_pages int8, float8_e4m3fn or float8_e5m2; got float32 and float8_e4m3": dict(
+        dtype=jnp.float8_e4m3
     ),
-    "scales of other pages": (
-        dict(dtype=jnp.int8),
-        dict(k_scales=SCALES[:3], v_scales=SCALES),
-        r"\(4, 8, 1\) like k_.*; got",
+    r"mask must be a masks.KeyLists, of positions in a row; got an array bool\[1, 16\]. is": dict(
+        mask=np.ones((1, 16), bool)
     ),
-    "keys alone in 8 bits on ampere": (
-        dict(dtype=jnp.int8),
-        dict(v_pages=jnp.ones((4, 8, 1, 8)), k_scales=SCALES, implementation="ampere"),
-        "it reads keys and values in 8 bits, or neither; got keys alone in int8: triton and",
+    r"mask must be a masks.KeyLists, .*; got KeyLists\(.*\) & Causal\(\)\. is_causal, len": dict(
+        mask=masks.KeyLists([[[0]]]) & masks.Causal()
     ),
-    "two dtypes of 8 bits": (
-        dict(dtype=jnp.int8),
-        dict(v_pages=jnp.ones((4, 8, 1, 8), jnp.float8_e5m2), k_scales=SCALES, v_scales=SCALES),
-        "must have one dtype, or one of them int8, float8_e4m3fn or float8_e5m2; got int8 and fl",
+    r"KeyLists.indices must be integers .* = \(1, 1, L, n\), .*got \(2, 1, 1\)": dict(
+        mask=masks.KeyLists([[[0]], [[1]]])
     ),
-    "a page that is none": (
-        {},
-        dict(page_table=[[4, 0]]),
-        r"pages from 0 to 3 where queries see keys; got 4 in row 0, entry 0, for the keys",
+    "KeyLists.query_block must be 1 with cu_seqlens_q, a list for each token; got 2": dict(
+        query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], mask=masks.KeyLists([[[0]]] * 3, 1, 2)
     ),
-    "no page for the last key": (
-        {},
-        dict(page_table=[[0, -1]], lengths=[9]),
-        "got -1 in row 0, entry 1, for the keys from 8 on of 9",
+    r"it takes lists as a table of blocks, with block \* query_block >= 64; got 1 \* 1": dict(
+        mask=masks.KeyLists([[[0]]]), implementation="triton"
     ),
-    "no page for ragged tokens": (
-        dict(rows=2),
-        dict(
-            query=jnp.ones((3, 1, 8)),
-            cu_seqlens_q=[0, 3, 3],
-            page_table=[[9, 0], [9, 9]],
-            lengths=[3, 3],
-        ),
-        "got 9 in row 0, entry 0",
+    "it copies pages of 8 keys of int8 of heads of a multiple of 128; got H = 8, Hv = 8": dict(
+        dtype=jnp.int8, k_scales=SCALES, v_scales=SCALES, implementation="ampere"
     ),
-    "more keys than the table has": (
-        {},
-        dict(lengths=[17]),
-        r"at most 16, the keys of the 2 pages that page_table \(1, 2\) .*; got 17 in row 0",
-    ),
-    "pages of another dtype": (
-        {},
-        dict(query=jnp.ones((1, 1, 1, 8), jnp.bfloat16)),
-        r"query and k_pages must have one dtype, .*bfloat16 and float32. .*\(dtype=query.dtype\)",
-    ),
-    "a float of 8 bits without scales": (
-        dict(dtype=jnp.float8_e4m3),
-        {},
-        "or k_pages int8, float8_e4m3fn or float8_e5m2; got float32 and float8_e4m3",
-    ),
-    "another library's table": ({}, dict(page_indices=0), r"Did you mean page_table\?"),
-    "a mask array": (
-        {},
-        dict(mask=np.ones((1, 16), bool)),
-        r"mask must be a masks.KeyLists, of positions in a row; got an array bool\[1, 16\]. is",
-    ),
-    "lists joined with another mask": (
-        {},
-        dict(mask=masks.KeyLists([[[0]]]) & masks.Causal()),
-        r"mask must be a masks.KeyLists, .*; got KeyLists\(.*\) & Causal\(\)\. is_causal, len",
-    ),
-    "lists of other queries": (
-        {},
-        dict(mask=masks.KeyLists([[[0]], [[1]]])),
-        r"KeyLists.indices must be integers .* = \(1, 1, L, n\), .*got \(2, 1, 1\)",
-    ),
-    "lists for blocks of ragged tokens": (
-        {},
-        dict(
-            query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], mask=masks.KeyLists([[[0]]] * 3, 1, 2)
-        ),
-        "KeyLists.query_block must be 1 with cu_seqlens_q, a list for each token; got 2",
-    ),
-    "lists for a kernel without their table": (
-        {},
-        dict(mask=masks.KeyLists([[[0]]]), implementation="triton"),
-        r"it takes lists as a table of blocks, with block \* query_block >= 64; got 1 \* 1",
-    ),
-    "8 bits of narrow heads on ampere": (
-        dict(dtype=jnp.int8),
-        dict(k_scales=SCALES, v_scales=SCALES, implementation="ampere"),
-        "it copies pages of 8 keys of int8 of heads of a multiple of 128; got H = 8, Hv = 8",
-    ),
-    "small pages of narrow heads on ampere": (
-        {},
-        dict(implementation="ampere"),
-        "it copies pages of 8 keys of heads of a multiple of 64; got H = 8, Hv = 8",
+    "it copies pages of 8 keys of heads of a multiple of 64; got H = 8, Hv = 8": dict(
+        implementation="ampere"
     ),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_raises_and_says_what_does(name):
-    shape, more, message = WRONG[name]
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_raises_and_says_what_does(message):
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
-        paged_attention(**pages(**shape) | more)
+        paged_attention(**pages(**WRONG[message]))
 
 
 # the table and what else the call has; -1 is no page
@@ -232,7 +142,7 @@ NEEDLESS = {
 
 @pytest.mark.parametrize("name", NEEDLESS)
 def test_an_entry_of_the_table_that_no_visible_key_needs_may_be_anything(name):
-    call = pages() | NEEDLESS[name]
+    call = pages(**NEEDLESS[name])
     expected = paged_attention(**call | dict(page_table=np.maximum(call["page_table"], 0)))
     np.testing.assert_array_equal(paged_attention(**call), expected)
     all_visible = dict(is_causal=False, mask=None, local_window_size=None, query_seq_lengths=[1])
