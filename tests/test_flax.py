@@ -67,7 +67,7 @@ def causal(*lead):
 BY_QUERY = nnx.make_attention_mask(jnp.ones((B, T)), IS_REAL, dtype=jnp.int32)
 CASES = {
     "no mask": Case(),
-    "boolean": Case(dict(mask=np.tril(np.ones((T, T), bool))[None, None])),
+    "boolean, of queries and keys": Case(dict(mask=np.tril(np.ones((T, T), bool)))),
     "float, causal": causal(B),
     "float, padded keys": Case(dict(mask=PADDED_KEYS)),
     "int, padded keys, by query": Case(dict(mask=BY_QUERY)),

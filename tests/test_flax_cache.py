@@ -62,6 +62,14 @@ KINDS = {
 }
 
 
+IN_8_BITS = "in one piece, 8 bits"
+
+
+def cache_of(kind, model, length):
+    dtype = jnp.int8 if kind == IN_8_BITS else None
+    return KINDS[kind.removesuffix(", 8 bits")][1](model, length, dtype)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_gives_what_the_whole_text_gives_however_long(kind, rng):
     options, make = KINDS[kind]
@@ -93,21 +101,22 @@ def test_what_is_no_decoding_goes_from_a_rolling_cache_to_the_ordinary_forward(
     np.testing.assert_allclose(y, at_once(model, x), atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, IN_8_BITS])
 def test_rows_go_on_from_their_own_lengths_whatever_was_beyond_them(kind, rng):
-    options, make = KINDS[kind]
+    options, _ = KINDS[kind.removesuffix(", 8 bits")]
     model, x = layer(**options), tokens(rng, 20)
     lengths = np.array([3, 10], np.int32)
     prompts = jnp.where(np.arange(10)[:, None] < lengths[:, None, None], x[:, :10], jnp.nan)
     step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
-    first, cache = step(prompts, make(model, 24), lengths)
+    first, cache = step(prompts, cache_of(kind, model, 24), lengths)
     assert cache.lengths.tolist() == lengths.tolist()
+    assert kind != IN_8_BITS or not jnp.isnan(cache.k_scales).any()
     following = np.stack([x[b, n : n + 4] for b, n in enumerate(lengths)])
     y, _ = step(jnp.pad(following, ((0, 0), (0, 6), (0, 0))), cache, np.array([4, 4], np.int32))
-    expected = at_once(model, x)
+    expected, atol = at_once(model, x), 0.02 if kind == IN_8_BITS else 2e-6
     for b, n in enumerate(lengths):
         found = jnp.concatenate([first[b, :n], y[b, :4]])
-        np.testing.assert_allclose(found, expected[b, : n + 4], atol=2e-6)
+        np.testing.assert_allclose(found, expected[b, : n + 4], atol=atol)
 
 
 def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
@@ -124,39 +133,16 @@ def test_tokens_that_find_no_page_get_nan_and_the_others_stay_right(rng):
         model(x[:, :1], cache=cache)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantised_cache_gives_nearly_what_the_whole_text_gives(kind, dtype, rng):
+def test_a_cache_of_fewer_bits_gives_nearly_what_the_whole_text_gives(kind, dtype, rng):
     options, make = KINDS[kind]
     model, x = layer(**options), tokens(rng)
     y, cache = in_steps(model, x, make(model, LENGTH, dtype))
     assert cache[0].dtype == dtype and cache.lengths.tolist() == [LENGTH] * B
     error = jnp.linalg.norm(y - at_once(model, x)) / jnp.linalg.norm(y)
-    assert 1e-4 < error < dict(int8=0.01, float8_e4m3fn=0.05, float8_e5m2=0.1)[dtype]
-
-
-def test_tokens_without_room_in_a_quantised_cache_get_nan_and_padding_is_not_kept(rng):
-    model, x = layer(), tokens(rng, 70)
-    step = jax.jit(lambda x, cache, lengths: model(x, cache=cache, lengths=lengths))
-    _, cache = step(
-        jnp.array(x[:, :10]).at[1, 4:].set(jnp.nan),
-        model.init_cache(B, 10, jnp.int8),
-        np.array([10, 4], np.int32),
-    )
-    assert cache.key.shape[1] == 64 and not jnp.isnan(cache.k_scales).any()
-    x = jnp.stack([x[0, 10:70], x[1, 4:64]])
-    y, _ = jax.jit(lambda x, cache: model(x, cache=cache))(x, cache)
-    assert (
-        jnp.isnan(y[0, 54:]).all() and not jnp.isnan(y[0, :54]).any() and not jnp.isnan(y[1]).any()
-    )
-
-
-IN_8_BITS = "in one piece, 8 bits"
-
-
-def cache_of(kind, model, length):
-    dtype = jnp.int8 if kind == IN_8_BITS else None
-    return KINDS[kind.removesuffix(", 8 bits")][1](model, length, dtype)
+    limits = dict(int8=0.01, float8_e4m3fn=0.05, float8_e5m2=0.1, bfloat16=0.01)
+    assert 1e-4 < error < limits[dtype]
 
 
 @pytest.mark.parametrize("kind", whole_but(["none", *KINDS, IN_8_BITS], "none", IN_8_BITS))
@@ -253,16 +239,6 @@ REFUSED = {
         PLAIN,
         lambda model: model.init_cache(B, 9, jnp.int8),
         dict(mask=np.ones((4, 64), bool)),
-    ),
-    "max_length must be a static int from 1 on; got the int 0": (
-        PLAIN,
-        lambda model: model.init_cache(B, 0),
-        {},
-    ),
-    r"lengths must be int32 \[B\] = \(2,\); got \(3,\)": (
-        WINDOW,
-        of_steps,
-        dict(lengths=[1, 2, 3]),
     ),
     r"got tuple. A call returns the pair \(y, cache\): pass its sec": (
         WINDOW,

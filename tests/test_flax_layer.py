@@ -41,9 +41,9 @@ def plain_rope(x, positions, base):
     return jnp.concatenate([z.real, z.imag], -1)
 
 
-def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None, scale=None):
-    """The layer's equations on its parameters, dense; visible is bool, broadcastable to [B, T,
-    T]."""
+def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None, scale=None, kept=1.0):
+    """The layer's equations on its parameters, dense; visible is bool, broadcastable to [B, T, T];
+    the weights are multiplied by `kept`."""
     project = lambda name: (
         jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) + p[name].get("bias", 0)
     )
@@ -60,7 +60,9 @@ def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None, scale=None):
     scale = jnp.reshape(q.shape[-1] ** -0.5 if scale is None else scale, (-1, 1, 1))
     s = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
     s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
-    weights = jax.nn.softmax(jnp.where(visible[:, None], s, -jnp.inf))
+    s = jnp.where(visible[:, None], s, -jnp.inf)
+    sinks = p.get("sinks", jnp.full(1, -jnp.inf))[:, None, None]
+    weights = kept * jnp.exp(s - jnp.logaddexp(jax.nn.logsumexp(s, -1, keepdims=True), sinks))
     return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"]) + p["out"].get(
         "bias", 0
     )
@@ -138,24 +140,39 @@ PREFIX = np.array([2, 5], np.int32)
 LISTS = np.random.default_rng(0).integers(-1, T, (2, B, T, 1, 3))
 LISTS[..., 0] = np.arange(T)[:, None]
 LISTED = CAUSAL & (LISTS[..., 0, :, None] == COLUMN[0]).any(-2)
+# equal ids need not be neighbours
+IDS = np.array([[5, 5, 5, 1, 1, 8, 8], [2, 2, 2, 3, 3, 2, 2]])
+# a call, what is visible, and the layer's options
 CALLS = {
     "a boolean mask": (
         dict(mask=ANY | np.eye(T, dtype=bool)),
         CAUSAL & (ANY[:, 0] | np.eye(T, dtype=bool)),
+        {},
     ),
     "a float mask of keys": (
         dict(mask=IS_REAL[:, None, None].astype("f4")),
         CAUSAL & IS_REAL[:, None],
+        {},
     ),
-    "a mask object": (dict(mask=masks.Window(1, None)), CAUSAL & (ROW - COLUMN <= 1)),
-    "lists of keys": (dict(mask=masks.KeyLists(LISTS[0])), LISTED[0]),
+    "a mask object": (dict(mask=masks.Window(1, None)), CAUSAL & (ROW - COLUMN <= 1), {}),
+    "a mask object that is partly causal": (
+        dict(mask=masks.PrefixLM(PREFIX)),
+        CAUSAL | (COLUMN < PREFIX[:, None, None]),
+        dict(is_causal=False),
+    ),
+    "lists of keys": (dict(mask=masks.KeyLists(LISTS[0])), LISTED[0], {}),
+    "packed documents": (
+        dict(segment_ids=IDS),
+        CAUSAL & (IDS[:, :, None] == IDS[:, None]),
+        dict(num_kv_heads=2, qk_norm=True),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_the_layer_joins_its_mask_with_causality(case):
-    call, visible = CALLS[case]
-    layer, x = layer_of(), normal(1, B, T, D)
+    call, visible, options = CALLS[case]
+    layer, x = layer_of(**options), normal(1, B, T, D)
     assert_close(
         jax.jit(lambda x: layer(x, **call))(x), jax.jit(plain_layer)(pure(layer), x, visible)
     )
@@ -184,25 +201,6 @@ def test_rematted_layers_in_a_scan_have_lists_of_their_own_with_gradients():
     assert_close(value_and_grads(run, params, x), value_and_grads(plain, params, x))
 
 
-def test_a_layer_that_is_not_causal_takes_a_mask_that_is_partly_so():
-    layer, x = layer_of(is_causal=False), normal(1, B, T, D)
-    visible = CAUSAL | (COLUMN < PREFIX[:, None, None])
-    actual = jax.jit(lambda x: layer(x, mask=masks.PrefixLM(PREFIX)))(x)
-    assert_close(actual, jax.jit(plain_layer)(pure(layer), x, visible))
-
-
-def test_packed_documents_are_as_documents_alone():
-    layer, x = layer_of(num_kv_heads=2, qk_norm=True), normal(1, B, T, D)
-    # equal ids need not be neighbours
-    ids = np.array([[5, 5, 5, 1, 1, 8, 8], [2, 2, 2, 3, 3, 2, 2]])
-    together = jax.jit(lambda x: layer(x, segment_ids=ids))(x)
-    alone = jax.jit(layer)
-    assert_close(together[:1, :3], alone(x[:1, :3]))
-    assert_close(together[:1, 3:5], alone(x[:1, 3:5]))
-    assert_close(together[:1, 5:], alone(x[:1, 5:]))
-    assert_close(together[1:, 3:5], alone(x[1:, 3:5]))
-
-
 def test_beyond_the_lengths_nothing_is_read_and_the_attention_is_zero():
     layer, x, lengths = layer_of(is_causal=False), normal(1, B, T, D), np.array([T, 3], np.int32)
     is_real = np.arange(T) < lengths[:, None]
@@ -212,27 +210,16 @@ def test_beyond_the_lengths_nothing_is_read_and_the_attention_is_zero():
     assert np.all(np.asarray(y[1, 3:]) == 0)
 
 
-def test_without_rope_the_layer_is_flax_own_on_the_same_parameters():
-    theirs = nnx.MultiHeadAttention(
-        N, D, num_kv_heads=2, use_bias=False, decode=False, rngs=nnx.Rngs(3)
-    )
-    ours = FlashAttention(N, D, num_kv_heads=2, rope_base=None, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("is_cross", [False, True])
+def test_without_rope_the_layer_is_flax_own_on_the_same_parameters(is_cross):
+    options = dict(num_kv_heads=2, use_bias=False, in_kv_features=11 if is_cross else D)
+    theirs = nnx.MultiHeadAttention(N, D, decode=False, rngs=nnx.Rngs(3), **options)
+    ours = FlashAttention(N, D, is_causal=not is_cross, rope_base=None, rngs=nnx.Rngs(0), **options)
     nnx.update(ours, nnx.state(theirs, nnx.Param))
-    x = normal(1, B, T, D)
-    assert_close(jax.jit(ours)(x), jax.jit(functools.partial(theirs, is_causal=True))(x))
-
-
-def test_in_bfloat16_the_layer_stays_close_to_float32():
-    exact, x = layer_of(num_kv_heads=2, qk_norm=True), normal(1, B, T, D)
-    layer = layer_of(num_kv_heads=2, qk_norm=True, dtype=jnp.bfloat16)
-    y = jax.jit(layer)(x)
-    assert y.dtype == jnp.bfloat16
-    assert_close(y, jax.jit(exact)(x), 3e-2)
-    cache = layer.init_cache(B, T)
-    assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
-    z, cache = jax.jit(lambda x, cache: layer(x, cache=cache))(x, cache)
-    assert z.dtype == cache.key.dtype == jnp.bfloat16
-    assert_close(z, y, 1e-2)
+    inputs = normal(1, B, T, D), normal(2, B, T + 4, 11), normal(3, B, T + 4, 11)
+    for n in (2, 3) if is_cross else (1,):
+        expected = jax.jit(functools.partial(theirs, is_causal=not is_cross))(*inputs[:n])
+        assert_close(jax.jit(ours)(*inputs[:n]), expected)
 
 
 def test_rope_turns_halves_in_float32():
@@ -354,18 +341,8 @@ def test_sinks_and_dropout_of_the_layer_are_those_of_flash_attention():
     )
     assert layer.sinks[...].shape == (N,) and np.any(np.asarray(layer.sinks[...]) != 0)
     key = jax.random.key(5)
-    mask = dropout_mask(key, 0.3, (B, N, T, T)) / (1 - 77 / 256)
-
-    def plain(p, x):
-        q, k, v = (
-            jnp.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
-        )
-        q, k = (plain_rope(a, np.arange(T), 10_000.0) for a in (q, k))
-        k, v = (jnp.repeat(a, 2, axis=2) for a in (k, v))
-        e = jnp.where(CAUSAL[:, None], jnp.exp(jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5), 0)
-        weights = mask * e / (e.sum(-1, keepdims=True) + jnp.exp(p["sinks"])[:, None, None])
-        return jnp.einsum("bnts,bsnh,nhe->bte", weights, v, p["out"]["kernel"])
-
+    kept = dropout_mask(key, 0.3, (B, N, T, T)) / (1 - 77 / 256)
+    plain = functools.partial(plain_layer, visible=CAUSAL, kept=kept)
     ours, args = functools.partial(apply(layer), rngs=key), (pure(layer), x)
     assert_close(value_and_grads(ours, *args), value_and_grads(plain, *args))
     assert_close(nnx.view(layer, deterministic=True)(x), layer(x, deterministic=True))
