@@ -326,14 +326,16 @@ BAD = {
         "'blockwise' cannot run this call: S = 0: there is nothing to tile": dict(
             key=(2, 0, 2, 8), value=(2, 0, 2, 8), implementation="blockwise"
         ),
-        "'hopper' cannot run this call: it needs a GPU .*; there is none. Also: .*wgmma multiplies "
-        ".*got float32. Also: .* the scale, which must be above 0; got -1.0. The call: ": dict(
-            implementation="hopper", scale=-1.0
-        ),
-        "'ampere' cannot run this call: it needs an NVIDIA GPU .*; there is none. Also: .*mma "
-        "multiplies .*got float32. Also: .* the scale, which must be above 0; got -1.0. The": dict(
-            implementation="ampere", scale=-1.0
-        ),
+        **{
+            f"'{name}' cannot run this call: it needs .* compute capability {capability}.*; there "
+            f"is none. Also: .*{by} multiplies .*got float32. Also: .* the scale, which must be "
+            "above 0; got -1.0. The call: ": dict(implementation=name, scale=-1.0)
+            for name, capability, by in (
+                ("hopper", "9.0", "wgmma"),
+                ("blackwell", "10.0 or 10.3", "tcgen05"),
+                ("ampere", "8.0 or more", "mma"),
+            )
+        },
     },
 }
 

@@ -64,15 +64,6 @@ def test_zigzag_leaves_arrays_on_the_explicit_axes_that_they_lie_on():
         assert jax.typeof(y).sharding.spec == ROWS
 
 
-@pytest.mark.parametrize("axis", [3, None, ["data", "context"]])
-def test_an_axis_that_is_no_name_is_refused_where_it_is_given(axis):
-    sentence = (
-        f"Ring.axis must be the name of an axis of the mesh, or a tuple of them; got {axis!r}"
-    )
-    with pytest.raises(TypeError, match=re.escape(sentence)):
-        Ring(axis)
-
-
 REFUSED = {
     "context must be None, Ring": dict(context="context"),
     "needs a mesh with the axis 'rows'": dict(context=Ring("rows"), m=None),

@@ -3,18 +3,17 @@ import is one without them."""
 
 import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 
 import pytest
+from processes import ROOT, printed_by
 from selection import whole_but
 
 from pallas_flash.jax_support import jax_internals
 from scripts.gpt_run.console import TRAIN
 
-ROOT = pathlib.Path(__file__).parents[1]
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 PROGRAM = """
 import contextlib, json, re, sys
@@ -44,18 +43,11 @@ except NotImplementedError as error:
 
 @pytest.fixture(scope="module")
 def without_pallas():
-    quick = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, env=quick
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    return json.loads(printed_by(PROGRAM, JAX_DISABLE_MOST_OPTIMIZATIONS="1"))
 
 
 def test_importing_the_package_loads_only_what_it_depends_on(without_pallas):
-    depends = re.search(
-        r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M
-    ).group(1)
+    depends = re.search(r"^dependencies = (\[.*\])$", PYPROJECT, re.M).group(1)
     names = {re.match(r"\w+", dependency).group() for dependency in json.loads(depends)}
     assert set(without_pallas[0]) <= {"pallas_flash"} | names
 
@@ -74,7 +66,7 @@ def test_kernels_that_cannot_be_imported_say_so(without_pallas, name):
 
 
 def test_pip_takes_the_jax_that_the_package_asks_for():
-    (jax,) = re.findall(r'"(jax[<>=][^"]*)"', (ROOT / "pyproject.toml").read_text())
+    (jax,) = re.findall(r'"(jax[<>=][^"]*)"', PYPROJECT)
     assert jax == jax_internals.SUPPORTED
 
 

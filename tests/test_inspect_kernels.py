@@ -12,6 +12,7 @@ import pytest
 
 from pallas_flash import explain
 from pallas_flash.accounting import GPUS, name_of
+from pallas_flash.choose import implementations
 from scripts import inspect_kernels
 from scripts.bench import gpu_code
 
@@ -120,11 +121,16 @@ def test_the_choice_is_that_of_the_gpu_that_the_abstract_mesh_names(gpu, capabil
     with gpu_code.as_if_on(GPUS[gpu]):
         choice = explain(HALF, HALF, HALF)
         named = explain(HALF, HALF, HALF, implementation="triton")
+        tiles = implementations.find(choice.implementation).tiles(choice.problem)
     assert named.implementation == "triton"
     has_mosaic = jax.__version_info__ >= (0, 11, 2)
-    assert choice.implementation == (mosaic if has_mosaic else "triton")
+    assert choice.implementation == (mosaic if has_mosaic else "triton") and choice.tiles == tiles
+    if has_mosaic:
+        assert choice.why_not["triton"] == f"{mosaic} comes before it"
     if capability != "9.0" and has_mosaic:
         assert choice.why_not["hopper"].endswith(f"this one has {capability}")
+    if mosaic == "blackwell" and has_mosaic:
+        assert choice.why_not["ampere"].endswith("blackwell's: ask for it by name")
     assert explain(HALF, HALF, HALF) == here, "it lasts as long as the context"
 
 

@@ -4,17 +4,13 @@ comes."""
 
 import ast
 import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
+from processes import ROOT, printed_by
 
 from pallas_flash.jax_support import jax_internals
 
-ROOT = pathlib.Path(__file__).parents[1]
 NEEDED = [
     f"{module}.{name}" for module, names in jax_internals.NEEDED.items() for name in names.split()
 ]
@@ -41,15 +37,9 @@ print(json.dumps(said))
 
 
 def test_a_jax_that_lacks_a_name_is_refused_at_import_in_one_sentence():
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(NEEDED)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    said = printed_by(PROGRAM, json.dumps(NEEDED))
     jaxes = jax_internals.SUPPORTED
-    assert json.loads(run.stdout) == {
+    assert json.loads(said) == {
         name: f"pallas_flash runs with {jaxes}; jax {jax.__version__} has no {name}: "
         f"pip install '{jaxes}'"
         for name in NEEDED
@@ -95,11 +85,7 @@ assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-6), our
 
 
 def test_gradients_are_right_with_the_custom_jvp_and_the_checkpoint_that_jax_prepares():
-    coming = {**os.environ, "JAX_CUSTOM_JVP3": "1", "JAX_REMAT3": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", COMING], cwd=ROOT, capture_output=True, text=True, env=coming
-    )
-    assert run.returncode == 0, run.stderr
+    printed_by(COMING, JAX_CUSTOM_JVP3="1", JAX_REMAT3="1")
 
 
 def test_a_jax_without_places_for_source_lines_and_hidden_frames_is_left_as_it_is(monkeypatch):

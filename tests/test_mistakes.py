@@ -101,7 +101,11 @@ ELSEWHERE = {
         ),
         "SoftCap.cap must be .*; got NoneType": lambda: scores.SoftCap(None),
         "axis must be a static int; got": lambda: zigzag(x, 2, "T"),
-        "Ring.axis must be the name of an": lambda: Ring(ones(2)),
+        "Ring.axis must be the name of an axis of the mesh": lambda: Ring(ones(2)),
+        **{
+            rf"Ring.axis must be .*, or a tuple of them; got {re.escape(repr(x))}": partial(Ring, x)
+            for x in (3, None, ["data", "context"])
+        },
         "kind must be a text": lambda: name_of(jax.devices()[0]),
         r"^Window\(\) got .* 'window'\. Leave window out: .* Window\(w - 1, 0\)": lambda: (
             masks.Window(window=4)

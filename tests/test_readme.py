@@ -6,13 +6,13 @@ import importlib
 import inspect
 import pathlib
 import re
-import subprocess
 import sys
 import traceback
 
 import jax
 import pytest
 from pictures import assert_same
+from processes import ROOT, printed_by
 from selection import whole_but
 
 import pallas_flash.flax
@@ -21,7 +21,6 @@ from scripts import draw_speed
 from scripts.bench import gpu_code, results
 from setup import for_an_index
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "pallas_flash"
 README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
@@ -78,8 +77,7 @@ def test_the_conftests_for_other_packages_tests_put_ours_in_place():
     """In a process of its own, since they change jax and Flax."""
     blocks = re.findall(r"```py\n(.*?)```", (ROOT / "docs/verify.md").read_text(), re.S)
     program = f"import jax\nblocks = {blocks!r}{PUT_OURS}"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    printed_by(program)
 
 
 @pytest.mark.parametrize(
@@ -259,11 +257,14 @@ EXAMPLES = [
 ]
 
 
+def docstring(name: str) -> str:
+    module, _, own = name.rpartition(".")
+    return inspect.getdoc(getattr(importlib.import_module(module), own))
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_docstring_prints_what_it_shows(name):
-    module, _, own = name.rpartition(".")
-    text = inspect.getdoc(getattr(importlib.import_module(module), own))
-    example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    example = doctest.DocTestParser().get_doctest(docstring(name), {}, name, None, None)
     assert example.examples
     printed = []
     failed, _ = doctest.DocTestRunner(verbose=False).run(example, out=printed.append)
@@ -273,9 +274,7 @@ def test_the_example_of_a_docstring_prints_what_it_shows(name):
 def test_the_reference_cuts_no_sentence_into_names():
     """Where it says what is returned and raised."""
     for name in EXAMPLES:
-        module, _, own = name.rpartition(".")
-        text = inspect.getdoc(getattr(importlib.import_module(module), own))
-        for line in text.partition("Raises:\n")[2].partition("\n\n")[0].splitlines():
+        for line in docstring(name).partition("Raises:\n")[2].partition("\n\n")[0].splitlines():
             assert line.startswith("    ") or re.match(r"  (\w+Error(, )?)+: ", line), line
 
 
