@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import zlib
 
 from jaxlib import version
@@ -237,3 +238,9 @@ def finished_run(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "finished"
     trainer.train(*trainer.TINY, "--data", text, "--out", folder, "--tensorboard")
     return folder
+
+
+@pytest.fixture
+def copy(finished_run, tmp_path):
+    """Of that folder, to be written."""
+    return shutil.copytree(finished_run, tmp_path / "copy")

@@ -72,13 +72,7 @@ BAD = {
             mask=(masks.Causal(), masks.Window(3, 0))
         ),
         "bias must be an array; cannot convert this list": dict(bias=[[0.0, 1.0], [2.0]]),
-        "key_value_seq_lengths must be integers; got float": dict(key_value_seq_lengths=ones(2)),
         "query_offset must be integers; got NoneType": dict(query_offset=None),
-        "query_offset must be integers; got the float 1.5": dict(query_offset=1.5),
-        "query_offset must be integers; got the bool True": dict(query_offset=True),
-        "key_value_seq_lengths must be integers; got list of float": dict(
-            key_value_seq_lengths=[3.0, 7.0]
-        ),
         r"bias must be an array in this machine's byte order; got >f4. Pass x.astype\(": dict(
             bias=np.ones((5, 7), ">f4")
         ),
@@ -195,7 +189,6 @@ BAD = {
         r"got \(2, 1, 7\). For the same in all heads, pass x\[..., None, :, :\]": dict(
             mask=ones((2, 1, 7), bool)
         ),
-        "mask must be broadcastable": dict(mask=ones((2, 3, 5, 7), bool)),
         "mask must have axes, .*; got one value for all: see is_causal": dict(mask=True),
         # flash_attn's dropout_p, by its place
         r"bias must have axes, broadcastable to .* \(2, 4, 5, 7\); got one .* dropout_rate": dict(
@@ -205,7 +198,6 @@ BAD = {
         r"key_value_seq_lengths must be int32 \[B\]": dict(key_value_seq_lengths=ones(3, int)),
         r"query_seq_lengths must be int32 \[B\] = \(2,\); got \(\)": dict(query_seq_lengths=3),
         "local_window_size must be a static int or .* got -1": dict(local_window_size=-1),
-        r"or None for no limit; got \(-1, 0\)": dict(local_window_size=(-1, 0)),
         r"local_window_size must be a static int or .* got \(1, 2, 3\)": dict(
             local_window_size=(1, 2, 3)
         ),
@@ -215,7 +207,6 @@ BAD = {
         "from 0 to 2147483647 .* got 2147483648": dict(local_window_size=2**31),
         "query_offset must fit into int32; got -2147483649": dict(query_offset=-(2**31) - 1),
         "key_value_seq_lengths must fit .* got 4294967296": dict(key_value_seq_lengths=[3, 2**32]),
-        r"query_offset must be int32 \[B\] = \(2,\)": dict(query_offset=ones(3, int)),
         "Pass key_value_segment_ids too": dict(query_segment_ids=ones((2, 5), int)),
         "needs query_segment_ids": dict(key_value_segment_ids=ones((2, 7), int)),
         r"query_segment_ids must be int32 \[B, T\] = \(2, 5\); got \(2, 7\)": dict(

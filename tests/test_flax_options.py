@@ -21,7 +21,7 @@ from flax_layers import (
     value_and_grads,
 )
 
-from pallas_flash import flash_attention, masks, scores
+from pallas_flash import flash_attention, scores
 from pallas_flash.flax import FlashAttention, attention_fn
 
 
@@ -106,9 +106,6 @@ IMPOSSIBLE = {
         ),
         r"mask must be an array or .* a mask_mod as masks.MaskMod\(function\)": lambda layer: layer(
             X, mask=lambda b, h, q, k: q >= k
-        ),
-        r"mask must be an array or .* a list of Causal\(\). Join masks with &": lambda layer: layer(
-            X, mask=[masks.Causal(), masks.Window(2, 0)]
         ),
         "Pass is_causal to the constructor": lambda layer: layer(X, is_causal=True),
         r"Did you mean positions\?": lambda layer: layer(X, position_ids=IDS),
@@ -214,7 +211,6 @@ def test_a_mask_of_other_numbers_than_0_and_1_raises_where_they_can_be_seen(mask
 # what is said, and the options
 REFUSED = {
     r"local_window_size must be a static int or \(left, right\)": dict(local_window_size=-1),
-    "local_window_size must be": dict(local_window_size=(1, 2, 3)),
     "logits_soft_cap must be a finite number above 0, or None; got 0": dict(logits_soft_cap=0.0),
     "implementation must be None or one of .*; got 'flash3'": dict(implementation="flash3"),
     "is_causal must be a static bool": dict(is_causal="yes"),

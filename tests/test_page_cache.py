@@ -39,21 +39,19 @@ def holds(cache, b, row):
     return length
 
 
-def test_tokens_are_found_where_they_were_appended(rng):
-    cache, rows = filled(
-        empty(8),
-        rng,
-        [(5, 0, 2), (4, 5, 5), (5, 1, 0)],
-    )
-    assert [holds(cache, b, row) for b, row in enumerate(rows)] == [14, 6, 7]
-    assert sorted(cache.users.tolist()) == [0] * 4 + [1] * 4  # no page is two rows'
-
-
-def test_without_a_free_page_or_entry_tokens_are_left_out_and_the_others_stay_right(rng):
-    cache, rows = filled(empty(3, 16), rng, [(5, 5, 5)] * 4)
-    assert [holds(cache, b, row) for b, row in enumerate(rows)] == [8, 8, 8]
-    cache, rows = filled(empty(9, 16), rng, [(5, 0, 1)] * 4)
-    assert [holds(cache, b, row) for b, row in enumerate(rows)] == [16, 0, 4]
+@pytest.mark.parametrize(
+    "pages, max_length, counts, lengths",
+    [
+        (8, 24, [(5, 0, 2), (4, 5, 5), (5, 1, 0)], [14, 6, 7]),
+        (3, 16, [(5, 5, 5)] * 4, [8, 8, 8]),  # without a free page tokens are left out
+        (9, 16, [(5, 0, 1)] * 4, [16, 0, 4]),  # or an entry of the table
+    ],
+)
+def test_tokens_are_found_where_they_were_appended(pages, max_length, counts, lengths, rng):
+    cache, rows = filled(empty(pages, max_length), rng, counts)
+    assert [holds(cache, b, row) for b, row in enumerate(rows)] == lengths
+    used = sum(-(-length // 8) for length in lengths)
+    assert sorted(cache.users.tolist()) == [0] * (pages - used) + [1] * used  # no page is two rows'
 
 
 def test_shortage_says_beforehand_whether_an_append_loses_tokens(rng):

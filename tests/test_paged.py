@@ -31,24 +31,13 @@ from hypothesis import strategies as st
 from selection import whole_but
 
 from pallas_flash import explain, flash_attention, paged_attention
-from pallas_flash.accounting import GPUS
-from pallas_flash.caches import attend
-from pallas_flash.choose import implementations
-from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import split_kv
-from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 implementation = decoding.implementation
 
 
 ALL = dict(return_residual=True, return_max_logits=True)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def contiguous(implementation, window, q, k, v, **seen):
-    options = dict(implementation=implementation, local_window_size=window, **ALL)
-    return flash_attention(q, k, v, is_causal=True, **seen, **options)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -70,7 +59,7 @@ def decode_calls(draw):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_splits")
-def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, request):
+def test_a_drawn_call_equals_the_oracle(implementation, request):
     @settings(max_examples=calls(request), deadline=None, database=None)
     @given(decode_calls())
     def equals(call):
@@ -80,12 +69,7 @@ def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, r
         call, rows = pool(rng, page, lengths, shared=shared, first=first)
         q, at = normal(rng, B, T, N, H), seen(lengths, count)
         kw = at | (dict(local_window_size=window) if window else {})
-        of_rows = {name: x for name, x in at.items() if name != "is_causal"}
-        for found in (
-            contiguous(implementation, window, q, *rows, **of_rows),
-            paged(implementation, window, q, count, **call),
-        ):
-            equal_the_oracle(found, q, rows, 1e-6, **kw)
+        equal_the_oracle(paged(implementation, window, q, count, **call), q, rows, 1e-6, **kw)
 
     equals()
 
@@ -188,18 +172,6 @@ def test_splits_are_merged_by_their_sums_where_logits_are_beyond_them(
     with gpu_interpreter.kernels(implementation):
         o = flash_attention(q, k, v, implementation=implementation, **options)
     close(o, flash_attention(*wide, implementation="reference", **options), 2e-3, "output")
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
-@pytest.mark.parametrize("gpu, taken", [("H200", "hopper"), ("A100-80GB", "ampere")])
-def test_pages_with_a_score_mod_need_no_triton(gpu, taken, monkeypatch):
-    monkeypatch.setattr(implementations.TRITON, "why_no_import", "it is hidden")
-    q, k = (jax.ShapeDtypeStruct((1, *n), "bfloat16") for n in ((1, 8, 64), (512, 2, 64)))
-    with as_if_on(GPUS[gpu]):
-        add_head = lambda s, b, h, i, j: s + h
-        problem = explain(q, k, k, score_mod=add_head, implementation="blockwise").problem
-        pages = Pages(((9, 64, 2, 64),) * 2, None, False)
-        assert attend.choose(problem, pages, None).name == taken
 
 
 @pytest.mark.usefixtures("small_splits")

@@ -25,7 +25,6 @@ from decoding import (
 
 from pallas_flash import explain, flash_attention, paged_attention, paged_cache
 from pallas_flash.accounting import GPUS
-from pallas_flash.caches import attend
 from pallas_flash.choose.implementations import AMPERE
 from pallas_flash.jax_support import xla_cpu
 from pallas_flash.kernels.decoding import tuning
@@ -145,19 +144,6 @@ def test_by_mma_a_copy_is_of_whole_tiles_for_four_warps_in_shared_memory_that_th
         of_q = 2 * t.block_q * t.width * t.copies_q
         assert slots + in_use + of_q <= GPUS[gpu].shared_memory - 1024
     assert taken > 80
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
-@pytest.mark.parametrize("stored, value_size", [("int8", 64), (None, 256)])
-def test_a_hopper_gpu_reads_by_default_pages_in_8_bits_and_of_wide_values(stored, value_size):
-    shapes = tuple((9, 64, 2, n) for n in (64, value_size))
-    q, k, v = (
-        jax.ShapeDtypeStruct((1, *n), "bfloat16")
-        for n in ((1, 8, 64), (512, 2, 64), (512, 2, value_size))
-    )
-    with as_if_on(GPUS["H200"]):
-        problem = explain(q, k, v, implementation="blockwise").problem
-        assert attend.choose(problem, Pages(shapes, stored, False), None).name == "hopper"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,11 @@ import pytest
 from decoding import ints
 
 from pallas_flash import explain_paged, masks, paged_attention
+from pallas_flash.accounting import GPUS
+from pallas_flash.choose import implementations
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mma import tile_sizes
+from scripts.bench.gpu_code import as_if_on
 
 pytestmark = pytest.mark.usefixtures("small_caches")
 
@@ -32,11 +35,7 @@ WRONG = {
     r"with the H of query \(1, 1, 1, 8\); got \(4, 8, 1, 16\)": dict(width=16),
     r"got \(1, 8, 4, 8\). Do the heads come .*: jnp.moveaxis\(x, 0, 2\)": dict(P=1, heads=4),
     "lengths must be integers; got NoneType": dict(lengths=None),
-    "is_causal must be a static bool, True or False; got the int 1": dict(is_causal=1),
     r"query_seq_lengths must be int32 \[B\] = \(1,\); got \(2,\)": dict(query_seq_lengths=[1, 1]),
-    "implementation must be None or one of hopper, blackwell, ampere, triton": dict(
-        implementation="flash"
-    ),
     r"the same B rows, here 2, as query or cu_seqlens_q; got \(1, 2\) and \(1,\)": dict(
         query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 2, 5]
     ),
@@ -176,8 +175,11 @@ def test_by_mma_the_head_sizes_that_pages_need_are_those_of_the_docstring(
         assert tile_sizes.page_columns(problem, page, stored) == step
 
 
+def array(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def shapes(T=1, page=64, **more):
-    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, dtype)
     pages = dict.fromkeys(("k_pages", "v_pages"), array(9, page, 2, 64))
     rows = dict(page_table=array(3, 5, dtype="int32"), lengths=array(3, dtype="int32"))
     return dict(query=array(3, T, 8, 64)) | pages | rows | more
@@ -210,6 +212,27 @@ def test_explain_paged_says_what_runs_and_whether_pages_are_copied(call, taken, 
     assert said.derivatives == "none" and f"copies          {copies}" in str(said)
     named = f"{taken} was selected by name" if "implementation" in call else "an earlier algorithm"
     assert said.why_not["flash1"].startswith(named) or "mask" in call
+
+
+IN_8_BITS = dict.fromkeys(("k_pages", "v_pages"), array(9, 64, 2, 64, dtype="int8"))
+IN_8_BITS |= dict.fromkeys(("k_scales", "v_scales"), array(9, 64, 2, dtype="float32"))
+BY_HEAD = dict(score_mod=lambda s, b, h, i, j: s + h)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@pytest.mark.parametrize(
+    "gpu, call, taken",
+    [
+        ("H200", BY_HEAD, "hopper"),
+        ("A100-80GB", BY_HEAD, "ampere"),
+        ("H200", IN_8_BITS, "hopper"),
+        ("H200", dict(v_pages=array(9, 64, 2, 256)), "hopper"),
+    ],
+)
+def test_a_gpu_reads_pages_by_its_own_kernels_and_needs_no_triton(gpu, call, taken, monkeypatch):
+    monkeypatch.setattr(implementations.TRITON, "why_no_import", "it is hidden")
+    with as_if_on(GPUS[gpu]):
+        assert explain_paged(**shapes() | call).implementation == taken
 
 
 def test_explain_paged_says_why_lists_of_keys_go_to_blockwise():

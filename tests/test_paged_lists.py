@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
-from pallas_flash import masks, paged_attention, paged_cache
+from pallas_flash import masks, paged_attention
 from pallas_flash.kernels.decoding import listed_keys
 from pallas_flash.masks.resolved_lists import ResolvedLists
 from pallas_flash.problem.page_layout import PageLayout, PageTable
@@ -205,17 +205,6 @@ def test_ragged_tokens_have_lists_by_token(rng):
         table[2, 0], indices[8, 0, 0] = -1, 3
         options = dict(cu_seqlens_q=ends, mask=masks.KeyLists(indices))
         paged_attention(q, **call | dict(page_table=table), **options)
-
-
-def test_a_cache_attends_by_lists_and_gives_nan_to_rows_that_lost_tokens(rng):
-    cache = paged_cache(B, 16, K, H, pages=5, page=PAGE, dtype=jnp.float32)
-    new = normal(rng, B, 12, K, H)
-    cache = jax.jit(lambda cache: cache.append(new, new))(cache)  # the last row finds a page less
-    q, lists = normal(rng, B, 2, N, H), masks.KeyLists(ints(*[[[[0, 3, -1]], [[7, 1, 7]]]] * B))
-    found = cache.attend(q, mask=lists)
-    expected = paged_attention(q, *cache[:2], cache.page_table, cache.lengths, mask=lists)
-    np.testing.assert_array_equal(np.isnan(found).any((1, 2, 3)), cache.lost > 0)
-    np.testing.assert_array_equal(found[:2], expected[:2])
 
 
 @needs_devices

@@ -117,9 +117,9 @@ def block_diffusion(q, k, v, tokens=6, size=2):
     return attention(q, k, v, np.array([[sees(a, b) for b in range(S)] for a in range(T)]))
 
 
-def listed(chosen, size=1, rows=1):
+def listed(chosen, size=1, rows=1, keys=S):
     """[B, N, T, S]: which keys the lists name, [B, T / rows, 1, K or N, n] numbers of blocks."""
-    seen = (j // size == chosen[..., None]).any(3).transpose(0, 2, 1, 3)
+    seen = (np.arange(keys) // size == chosen[..., None]).any(3).transpose(0, 2, 1, 3)
     return seen.repeat(N // seen.shape[1], 1).repeat(rows, 2)
 
 
@@ -453,8 +453,7 @@ def test_nsa_by_pages_is_the_dense_formula(rng):
     chosen = np.stack([own // 2, own, np.full_like(own, -1)], 3).astype(np.int32)
     chosen[..., 0] = np.where(chosen[..., 0] == own, -1, chosen[..., 0])
     chosen[1, :, 1, 2] = np.where(own[1, :, 1] > 3, 3, -1)
-    seen = (np.arange(40) // 8 == chosen[..., None]).any(3).transpose(0, 2, 1, 3)
-    seen = seen.repeat(N // K, 1) & (np.arange(40) <= np.arange(40)[:, None])
+    seen = listed(chosen, 8, keys=40) & np.tril(np.ones((40, 40), bool))
     found = NAMESPACE["nsa_by_pages"](**x, chosen=chosen, size=8)
     equal(found, attention(**x, seen=seen), 1e-5)
 

@@ -35,11 +35,6 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 CHECK = "--check --layers 1 --heads 2 --features 32 --context 37 --batch 2".split()
 
 
-@pytest.fixture
-def copy(finished_run, tmp_path):
-    return shutil.copytree(finished_run, tmp_path / "copy")
-
-
 FAULTS = """
 import ctypes, resource, sys
 from scripts.train_gpt import keep_memory
@@ -366,19 +361,10 @@ def test_with_dropout_a_resumed_run_has_the_curves_of_an_unbroken_one(text, tmp_
     assert same_curves(resumed, whole)
 
 
-@pytest.fixture
-def install(monkeypatch, tmp_path):
-    """Puts fakes before all others, as on a GPU that nobody has checked."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PALLAS_FLASH_SELF_CHECK", "1")
-    return lambda patch, *names: fakes.install(patch.setattr, *map(fakes.fake, names))
-
-
+@pytest.mark.usefixtures("verdict_folder")
 @pytest.mark.parametrize("name, why", [("liar", "dk is off by"), ("raiser", "ptxas fell over")])
-def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(
-    text, install, monkeypatch, name, why
-):
-    install(monkeypatch, name, "honest")
+def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(text, install, name, why):
+    install(name, "honest")
     with pytest.warns(RuntimeWarning, match=f"self-check of {name} .*{why}"):
         assert training.resolve(parse([*TINY, "--data", text])) == "honest"
     named = parse([*TINY, "--data", text, "--attention", "blockwise"])
@@ -386,13 +372,14 @@ def test_kernels_that_lie_or_do_not_compile_are_not_trained_with(
 
 
 @pytest.mark.whole
+@pytest.mark.usefixtures("verdict_folder")
 def test_a_run_goes_on_where_its_kernels_are_not_and_says_so_in_a_line(
-    text, install, finished_run, tmp_path, capsys, monkeypatch
+    text, finished_run, tmp_path, capsys, monkeypatch
 ):
     folder = tmp_path / "run"
     config = lambda: json.loads((folder / "config.json").read_text())
     with monkeypatch.context() as patch:
-        install(patch, "honest")
+        fakes.install(patch.setattr, fakes.fake("honest"))
         train(*TINY, "--data", text, "--out", folder)
         assert config()["attention"] == "honest" and config()["settings"]["attention"] is None
     shutil.rmtree(folder / "checkpoints" / str(STEPS))

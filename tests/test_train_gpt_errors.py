@@ -30,11 +30,6 @@ def error_of(*arguments):
     return trainer.error_of(train_gpt.main, *arguments)
 
 
-@pytest.fixture
-def copy(finished_run, tmp_path):
-    return shutil.copytree(finished_run, tmp_path / "copy")
-
-
 # ---- what is refused ----
 
 NEW = " ".join(TINY) + " --data {text}"
