@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from check import equal, value_and_gradients
 from flax import nnx
 
 from pallas_flash.flax import FlashAttention
@@ -17,21 +18,12 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 def assert_close(actual, expected, tolerance=2e-5):
     """All leaves agree, relative to the largest number of each."""
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        a, e = np.asarray(a, np.float32), np.asarray(e, np.float32)
-        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * max(1, np.abs(e).max()))
+    equal(actual, expected, tolerance)
 
 
 def value_and_grads(apply, *args):
-    """apply(*args), and the gradients of its product with fixed random numbers, in one
-    compilation."""
-
-    def loss(*args):
-        y = apply(*args)
-        return jnp.sum(y * normal(99, *y.shape)), y
-
-    grads, y = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))), has_aux=True))(*args)
-    return y, grads
+    """apply(*args), and the gradients of the sum of its sines."""
+    return value_and_gradients(apply, tuple(range(len(args))))(*args)
 
 
 def layer_of(num_heads=N, in_features=D, **options):

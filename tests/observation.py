@@ -27,7 +27,6 @@ class Kernel(NamedTuple):
 
     reads: Counter
     writes: Counter
-    results: Counter  # the sizes of its outputs
     operations: Counter  # FLOPs of products under "matrix", and "exponentials"
 
 
@@ -199,11 +198,9 @@ class Observer(Walk):
         self.kernel, self.name = None, None
         self.program, self.threads = (), {}  # the indices of a program, and of Mosaic's by axis
 
-    def _launch(self, name: str, arrays: list[Array], results: int):
+    def _launch(self, name: str):
         self.name = name
-        self.kernel = self.kernels.setdefault(name, Kernel(*(Counter() for _ in range(4))))
-        for array in arrays[-results:]:
-            self.kernel.results[array.name] += math.prod(array.shape) * array.dtype.itemsize
+        self.kernel = self.kernels.setdefault(name, Kernel(*(Counter() for _ in range(3))))
 
     def _plain(self, eqn, args, params):
         if any(isinstance(x, Cell) for x in args):  # barriers, and what is done with registers
@@ -271,7 +268,7 @@ class Observer(Walk):
             blocks = zip(arrays, mapping.block_mappings, strict=True)
             refs = [self._block(array, block) for array, block in blocks]
             if not any(self.program):
-                self._launch(params["name"], arrays, len(results))
+                self._launch(params["name"])
             self.run(params["jaxpr"], (), refs)
         self.kernel = None
         return results
@@ -315,7 +312,7 @@ class Observer(Walk):
             for name, aval, x in zip(names, avals, data, strict=True)
         ]
         refs = [Ref(x, tuple(np.arange(n + BEYOND) for n in x.shape)) for x in arrays]
-        self._launch(params["name"], arrays, len(results))
+        self._launch(params["name"])
         for program in np.ndindex(*mesh.grid, mesh.num_threads or 1):
             self.threads = dict(zip([*mesh.grid_names, mesh.thread_name], program, strict=True))
             self.run(jaxpr, (), refs)

@@ -207,6 +207,7 @@ BAD = {
         "from 0 to 2147483647 .* got 2147483648": dict(local_window_size=2**31),
         "query_offset must fit into int32; got -2147483649": dict(query_offset=-(2**31) - 1),
         "key_value_seq_lengths must fit .* got 4294967296": dict(key_value_seq_lengths=[3, 2**32]),
+        r"query_offset must be int32 \[B\] = \(2,\)": dict(query_offset=ones(3, int)),
         "Pass key_value_segment_ids too": dict(query_segment_ids=ones((2, 5), int)),
         "needs query_segment_ids": dict(key_value_segment_ids=ones((2, 7), int)),
         r"query_segment_ids must be int32 \[B, T\] = \(2, 5\); got \(2, 7\)": dict(

@@ -37,11 +37,15 @@ with four_gpus():
     TOO_OLD = operations.why_no_gpu("a Hopper GPU", lambda capability: capability == 9.0)
 
 
+def skip_if_too_old(implementation):
+    if implementation in ("hopper", "ampere") and TOO_OLD:
+        pytest.skip(TOO_OLD)
+
+
 def check(implementation, case, context=None):
     """Output and log-sum-exp vary over the mesh as the query does, and gradients as what they are
     of. On the axis `other` lie heads, or with a context rows."""
-    if implementation in ("hopper", "ampere") and TOO_OLD:
-        pytest.skip(TOO_OLD)
+    skip_if_too_old(implementation)
     rng = np.random.default_rng(0)
     call = arguments(CASES[case](rng, Z)) | dict(
         zip(("query", "key", "value"), qkv(rng, Z, "bfloat16"), strict=True)
@@ -114,8 +118,7 @@ def test_rows_may_lie_on_the_devices_too(implementation, context, case):
 
 @pytest.mark.parametrize("implementation", whole_but(["hopper", "triton"], "hopper"))
 def test_rules_may_read_what_varies(implementation):
-    if implementation in ("hopper", "ampere") and TOO_OLD:
-        pytest.skip(TOO_OLD)
+    skip_if_too_old(implementation)
 
     def gradients(q, k, v, slopes, ids):
         def attend(q, k, v, slopes):

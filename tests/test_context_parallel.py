@@ -13,6 +13,7 @@ import oracle
 import pytest
 from cases import MASKS, RULES, Sizes, arguments, bias, dense_mask, normal, qkv
 from check import TOLERANCE, close, cotangents, equal, value_and_gradients
+from decoding import needs_interpreter
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
@@ -27,14 +28,13 @@ pytestmark = [
     needs_devices,
 ]
 Z = Sizes(B=2, T=40, S=56, N=4, K=4, H=8, Hv=4)
-MESH = (2, 4), ("data", "context")
 ROWS = P("data", "context")
 FLOATS = "query", "key", "value", "bias", "sinks", "table"
 SCHEMES = {"ring": Ring("context"), "zigzag": Zigzag("context"), "all to all": AllToAll("context")}
 
 
-def mesh(kind=AxisType.Explicit):
-    return jax.make_mesh(*MESH, axis_types=(kind, kind))
+def mesh(kinds=(AxisType.Explicit, AxisType.Explicit)):
+    return jax.make_mesh((2, 4), ("data", "context"), axis_types=kinds)
 
 
 def spread(*x, spec=ROWS):
@@ -206,7 +206,7 @@ attend = functools.partial(flash_attention, is_causal=True, implementation="bloc
 )
 def test_batch_and_rows_may_lie_on_axes_of_different_kinds(kinds):
     x = qkv(np.random.default_rng(0), Z)
-    placed = put(jax.make_mesh(*MESH, axis_types=kinds), ROWS, *x)
+    placed = put(mesh(kinds), ROWS, *x)
     along = dict(context=Ring("context", batch="data"))
     assert explain(*placed, **along).problem.batch == 1
     found = value_and_gradients(functools.partial(attend, **along))(*placed)
@@ -243,27 +243,19 @@ def test_two_axes_of_the_mesh_are_one_ring():
     close(f(*spread(*x, spec=P(None, ("data", "context")))), f(*x), 1e-5)
 
 
-def compiled(f, T, m=None):
-    """The gradient of a call with T rows."""
-    sharding = None if m is None else NamedSharding(m, P(None, "context"))
-    x = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32, sharding=sharding)
-    return jax.jit(jax.grad(lambda *x: jnp.sum(f(*x)), argnums=(0, 1, 2))).lower(x, x, x).compile()
-
-
-def all_devices():
-    return make_mesh(context=8)
-
-
 def test_keys_travel_and_nothing_is_gathered():
+    sharding = NamedSharding(make_mesh(context=8), P(None, "context"))
+    x = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.float32, sharding=sharding)
     for kw in ({}, dict(context=Zigzag("context"), is_causal=False)):
-        text = compiled(functools.partial(attend, **kw), 64, all_devices()).as_text()
+        gradient = jax.grad(lambda *x: jnp.sum(attend(*x, **kw)), argnums=(0, 1, 2))
+        text = jax.jit(gradient).lower(x, x, x).compile().as_text()
         assert "collective-permute" in text
         assert not re.findall(r" = .* (all-gather|all-to-all)", text)
 
 
 @pytest.mark.gpu
 @pytest.mark.whole
-@pytest.mark.skipif(gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING))
+@needs_interpreter
 @pytest.mark.parametrize("more", ["nothing more", "alibi", "a mask and a bias"])
 def test_the_kernels_for_hopper_go_around_too(rng, more):
     z = Sizes(B=1, T=128, S=128, N=1, K=1, H=64, Hv=64)

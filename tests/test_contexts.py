@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
+from test_context_parallel import ROWS, mesh, spread
 
 from pallas_flash import explain, flash_attention, flash_attention_jvp
 from pallas_flash.context_parallel import AllToAll, Ring, Zigzag, unzigzag, zigzag
 
 pytestmark = needs_devices
-ROWS = P("data", "context")
-
-
-def mesh():
-    return make_mesh(data=2, context=4)
-
-
-def spread(*x):
-    return put(mesh(), ROWS, *x)
 
 
 def test_where_a_window_is_known_only_the_keys_in_it_travel():

@@ -12,10 +12,9 @@ import pytest
 from cases import normal
 from pictures import assert_same
 
-from pallas_flash import masks
+from pallas_flash import explain, masks
 from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.masks.resolved_mask import ResolvedMask
-from pallas_flash.problem.arguments import Problem
 from scripts import draw_design
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -194,16 +193,8 @@ def test_the_picture_of_lists_is_the_truth():
 def test_the_timeline_is_of_the_kernel_as_it_is_tuned():
     words = "head size 128, two consumers of 64 queries, blocks of 128 keys, and two slots"
     assert words in TEXT.replace("\n", " ")
-    shape = dict(batch=1, queries=4096, keys=4096, heads=1, kv_heads=1)
-    call = dict(scale=1.0, soft_cap=None, bias=None, mask=None, deterministic=True)
-    problem = Problem(
-        **shape,
-        head_size=128,
-        value_size=128,
-        dtype="bfloat16",
-        resolved_mask=ResolvedMask(4096),
-        **call,
-    )
+    x = jax.ShapeDtypeStruct((1, 4096, 1, 128), "bfloat16")
+    problem = explain(x, x, x, deterministic=True).problem
     tiles = tuning.tiles(problem).forward
     assert (tiles.warpgroups, tile_sizes.ROWS, tiles.block_k, tiles.stages) == (2, 64, 128, 2)
     assert tiles.block_q == draw_design.ROWS

@@ -3,9 +3,9 @@ without a GPU."""
 
 import json
 
-import gpu_interpreter
 import pytest
 import test_benchmark
+from decoding import needs_interpreter
 from test_benchmark import SMALL, lines
 
 from pallas_flash.accounting import GPUS
@@ -14,9 +14,6 @@ from scripts.bench import gpu_code, peers, workers
 from scripts.experiments import EXPERIMENTS, Experiment
 
 as_on_a_gpu = test_benchmark.as_on_a_gpu
-needs_hopper = pytest.mark.skipif(
-    gpu_interpreter.MISSING is not None, reason=str(gpu_interpreter.MISSING)
-)
 
 
 @pytest.fixture
@@ -111,7 +108,7 @@ def test_no_two_experiments_time_the_same_pass_of_a_case():
     assert len(timed) == len(EXPERIMENTS)
 
 
-@needs_hopper
+@needs_interpreter
 @pytest.mark.parametrize("kernels, gpu", [("hopper", "H200"), ("blackwell", "B200")])
 def test_on_its_gpu_every_variant_can_run_unless_it_is_the_default(kernels, gpu):
     refused = {}
@@ -124,14 +121,14 @@ def test_on_its_gpu_every_variant_can_run_unless_it_is_the_default(kernels, gpu)
     assert refused.keys() <= {None, *same}, refused
 
 
-@needs_hopper
+@needs_interpreter
 def test_by_default_a_gpu_has_the_experiments_of_its_kernels():
     for gpu, own in dict(H100=experiments.HOPPER, B300=experiments.BLACKWELL).items():
         with gpu_code.as_if_on(GPUS[gpu]):
             assert experiments.of_this_machine() == [*own]
 
 
-@needs_hopper
+@needs_interpreter
 def test_dry_lowers_the_variants_for_a_gpu_that_is_not_here(capsys):
     assert experiments.main(["backward-512", "--dry"]) == 0
     printed = capsys.readouterr().out

@@ -84,6 +84,10 @@ OF_NNX = {
         dict(num_kv_heads=2, normalize_qk=True),
         inputs=((B, T, D), (B, T + 4, D)),
     ),
+    "a score_mod, by partial": Case(
+        hook=dict(score_mod=lambda s, b, h, i, j: jnp.where(j <= i, s, -jnp.inf)),
+        of_flax=dict(is_causal=True),
+    ),
     "a mask object": Case(dict(mask=masks.Causal()), of_flax=dict(is_causal=True)),
     "lists of keys": Case(
         dict(mask=masks.KeyLists(NEXT[:, None, None])),
@@ -228,32 +232,35 @@ NO_EINSUM = dict.fromkeys(
     ("qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls"), lambda: jnp.einsum
 )
 HERE = r".*pallas_flash.flax.attention_fn"
-# modules, the function in the place of the hook, the module's options and those of a call
+# what is said, modules, the function in the place of the hook, and options of the module and call
 REFUSED = {
-    "to sow weights": (
-        (*MODULES, attention_fn, {}, dict(sow_weights=True)),
-        r"sow_weights False; pallas_flash.attention_weights computes",
+    r"sow_weights False; pallas_flash.attention_weights computes": (
+        *MODULES,
+        attention_fn,
+        {},
+        dict(sow_weights=True),
     ),
-    "no implementation": (
-        (*MODULES, functools.partial(attention_fn, implementation="none of them"), {}, {}),
-        "implementation must be",
+    "implementation must be": (
+        *MODULES,
+        functools.partial(attention_fn, implementation="none of them"),
+        {},
+        {},
     ),
-    "the einsums of linen": (("linen", attention_fn, NO_EINSUM, {}), "no einsum to replace"),
-    "no hook": (("nnx", flash_attention, {}, {}), f"'broadcast_dropout'.* pass {HERE}"),
-    "no hook, dropout": (
-        ("linen", flash_attention, dict(dropout_rate=0.5), dict(deterministic=True)),
-        f"needs dropout_rng.* need {HERE}",
+    "no einsum to replace": ("linen", attention_fn, NO_EINSUM, {}),
+    f"'broadcast_dropout'.* pass {HERE}": ("nnx", flash_attention, {}, {}),
+    f"needs dropout_rng.* need {HERE}": (
+        "linen",
+        flash_attention,
+        dict(dropout_rate=0.5),
+        dict(deterministic=True),
     ),
-    "no hook, a mask of floats": (
-        ("linen", flash_attention, {}, dict(mask=PADDED_KEYS)),
-        f"mask must be bool.* need {HERE}",
-    ),
+    f"mask must be bool.* need {HERE}": ("linen", flash_attention, {}, dict(mask=PADDED_KEYS)),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_a_module_cannot_have_is_refused_in_words(name):
-    (*libraries, attend, options, call), text = REFUSED[name]
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_a_module_cannot_have_is_refused_in_words(text):
+    *libraries, attend, options, call = REFUSED[text]
     for library in libraries:
         module, params = MODULES[library](attend, **options)
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=text):

@@ -57,7 +57,8 @@ def plain_layer(p, x, visible, rope_base=10_000.0, soft_cap=None, scale=None, ke
             plain_rope(k, np.arange(x.shape[1]), rope_base),
         )
     k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
-    scale = jnp.reshape(q.shape[-1] ** -0.5 if scale is None else scale, (-1, 1, 1))
+    scale = p.get("scale", q.shape[-1] ** -0.5 if scale is None else scale)
+    scale = jnp.reshape(scale, (-1, 1, 1))
     s = scale * jnp.einsum("btnh,bsnh->bnts", q, k)
     s = s if soft_cap is None else soft_cap * jnp.tanh(s / soft_cap)
     s = jnp.where(visible[:, None], s, -jnp.inf)
@@ -130,7 +131,7 @@ def test_the_gradients_of_the_layer_are_those_of_its_equations():
         scale=nnx.Param(jnp.asarray(SCALES)),
     )
     args = pure(layer), normal(1, B, T, D)
-    plain = lambda p, x: plain_layer(p, x, WINDOW, rope_base=50.0, scale=p["scale"])
+    plain = functools.partial(plain_layer, visible=WINDOW, rope_base=50.0)
     assert_close(value_and_grads(apply(layer), *args), value_and_grads(plain, *args))
 
 

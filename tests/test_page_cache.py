@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import normal
-from decoding import B, H, K, T, ints
+from decoding import B, H, K, T, ints, seen
 from selection import whole_but
 
 from pallas_flash import flash_attention, paged_cache, scores
@@ -182,18 +182,15 @@ def test_where_count_is_traced_more_than_all_tokens_are_all_and_fewer_than_none_
 
 def attends(found, cache, query, count, **kw):
     """Asserts that the first count[b] queries of each row are its last tokens, and the others 0."""
-    for b, n in enumerate(count):
-        length, rows = int(cache.lengths[b]), []
-        for pages, scales in (cache.k_pages, cache.k_scales), (cache.v_pages, cache.v_scales):
-            row = np.asarray(pages[cache.page_table[b]], np.float32)
-            row = row if scales is None else row * scales[cache.page_table[b]][..., None]
-            rows.append(row.reshape(1, -1, K, H)[:, :length])
-        assert not found[b, n:].any()
-        if n and length:
-            seen = dict(is_causal=True, query_offset=length - n) | kw
-            q = query[b : b + 1, :n]
-            expected = oracle.attention(q, *rows, np.zeros(q.shape), np.zeros(q.shape[:3]), **seen)
-            np.testing.assert_allclose(found[b : b + 1, :n], expected[0], atol=2e-6)
+    rows, options = [], seen(np.asarray(cache.lengths), count) | kw
+    for pages, scales in (cache.k_pages, cache.k_scales), (cache.v_pages, cache.v_scales):
+        row = np.asarray(pages[cache.page_table], np.float32)
+        row = row if scales is None else row * scales[cache.page_table][..., None]
+        rows.append(row.reshape(B, -1, K, H))
+    query = query[:, : found.shape[1]]
+    zeros = np.zeros(query.shape), np.zeros(query.shape[:3])
+    expected = oracle.attention(query, *rows, *zeros, **options)
+    np.testing.assert_allclose(found, expected[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("stored", ["float32", "int8"])

@@ -109,9 +109,6 @@ WRONG = {
     "KeyLists.query_block must be 1 with cu_seqlens_q, a list for each token; got 2": dict(
         query=jnp.ones((5, 1, 8)), cu_seqlens_q=[0, 5], mask=masks.KeyLists([[[0]]] * 3, 1, 2)
     ),
-    r"it takes lists as a table of blocks, with block \* query_block >= 64; got 1 \* 1": dict(
-        mask=masks.KeyLists([[[0]]]), implementation="triton"
-    ),
     "it copies pages of 8 keys of int8 of heads of a multiple of 128; got H = 8, Hv = 8": dict(
         dtype=jnp.int8, k_scales=SCALES, v_scales=SCALES, implementation="ampere"
     ),

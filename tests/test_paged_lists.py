@@ -164,27 +164,6 @@ def test_by_mosaic_listed_keys_equal_the_oracle_without_a_race(
     assert not races.found
 
 
-def test_values_that_are_columns_of_listed_keys_and_a_score_mod(rng):
-    lengths = ints(29, 48, 9)
-    call, rows = pool(rng, PAGE, lengths, stored="int8")
-    q, indices = normal(rng, B, T, N, H), draw_lists(rng, 1, 1, N)
-    is_named = named(indices, 1, 1)
-    call = hide_unlisted(call, is_named)
-    slope = normal(rng, N)
-    options = dict(
-        score_mod=lambda s, b, h, i, j: s + 0.1 * jnp.asarray(slope)[h] * (i - j),
-        mask=masks.KeyLists(indices),
-    )
-    del call["v_scales"]
-    call["v_pages"] = None
-    found = paged_attention(q, **call, value_size=4, return_residual=True, **options)
-    keys = np.nan_to_num(rows[0])
-    distance = lengths[:, None, None] - T + np.arange(T)[:, None] - np.arange(PAGES * PAGE)
-    bias = 0.1 * slope[:, None, None] * distance[:, None]
-    kw = dict(mask=is_named, bias=bias, **seen(lengths, T))
-    equal_the_oracle(found, q, (keys, keys[..., :4]), **kw)
-
-
 def test_ragged_tokens_have_lists_by_token(rng):
     lengths, ends = ints(29, 48, 9), ints(1, 5, 5, 9)
     call, _ = pool(rng, PAGE, lengths)

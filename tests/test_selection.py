@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from selection import EACH_TURN, TURNS, diagonal, fast_half, mark_for_a_gpu, one_turn
+from test_paged_arguments import pages
 
 from pallas_flash import paged_attention
 from pallas_flash.jax_support import hardware
@@ -89,22 +90,14 @@ def test_a_gpu_runs_what_compares_numbers_and_what_is_marked_and_skips_the_rest(
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_a_gpu_is_too_old_for_is_skipped_in_the_words_of_the_refusal(on_gpu, monkeypatch):
-    q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, 256, 2, 8), jnp.float8_e4m3fn)
+    scales = dict.fromkeys(("k_scales", "v_scales"), jnp.ones((4, 256, 1)))
+    call = pages(page=256, dtype=jnp.float8_e4m3fn, implementation="triton", **scales)
     monkeypatch.setattr(hardware, "compute_capability", lambda: 8.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if on_gpu else "cpu")
     test = conftest.pytest_runtest_call(None)
     next(test)
     with pytest.raises(NotImplementedError, match=r"compute capability 8.9") as refusal:
-        scales = dict(k_scales=jnp.ones((2, 256, 2)), v_scales=jnp.ones((2, 256, 2)))
-        paged_attention(
-            q,
-            pages,
-            pages,
-            jnp.zeros((1, 1), jnp.int32),
-            jnp.array([9]),
-            implementation="triton",
-            **scales,
-        )
+        paged_attention(**call)
     with pytest.raises(
         pytest.skip.Exception if on_gpu else NotImplementedError, match=r"compute capability 8.9"
     ):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from cases import Sizes, bias, normal, qkv
 from check import equal, value_and_gradients
-from jax.sharding import AxisType
+from decoding import B, H, N, ints, pool
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
 from pallas_flash import flash_attention, masks, paged_attention, paged_cache
-from pallas_flash.tiled import quantised
 
 pytestmark = [
     pytest.mark.usefixtures("small_tiles"),
@@ -25,20 +24,12 @@ Z = Sizes(B=4, T=19, S=23, N=4, K=2, H=8, Hv=8)
 SPEC = P("data", None, "model", None)
 
 
-def mesh(kind=AxisType.Explicit):
-    return make_mesh(kind, data=2, model=2)
+def mesh():
+    return make_mesh(data=2, model=2)
 
 
 def place(spec, *arrays, on=None):
     return put(on or mesh(), spec, *arrays)
-
-
-def of_all(implementation, **kw):
-    options = dict(implementation=implementation, return_residual=True, **kw)
-    attend = lambda q, k, v, bias, lengths: flash_attention(
-        q, k, v, bias, key_value_seq_lengths=lengths, **options
-    )
-    return value_and_gradients(attend, (0, 1, 2, 3))
 
 
 def assert_nothing_moves(f, *x):
@@ -122,7 +113,11 @@ def test_arrays_may_be_anywhere_on_an_explicit_mesh(places):
     rng = np.random.default_rng(0)
     arrays = dict(zip(("query", "key", "value"), qkv(rng, SMALL), strict=True))
     arrays |= dict(bias=bias(rng, "1NTS", SMALL), lengths=np.array([3, 8, 0, 5], np.int32))
-    run = of_all("reference", is_causal=True)
+    options = dict(is_causal=True, implementation="reference", return_residual=True)
+    attend = lambda q, k, v, bias, lengths: flash_attention(
+        q, k, v, bias, key_value_seq_lengths=lengths, **options
+    )
+    run = value_and_gradients(attend, (0, 1, 2, 3))
     placed = {name: place(spec, arrays[name])[0] for name, spec in AS[places].items()}
     equal(run(*(arrays | placed).values()), run(*arrays.values()))
 
@@ -217,7 +212,7 @@ def test_what_is_no_query_is_told_as_without_a_mesh(more):
 
 # ---- pages ----
 
-# the places of the query, of the pages and of the rows' data on a mesh of two by two;
+# the places of the query, of the pages and of the rows' data on a mesh of three by two;
 # implementation
 PAGED = {
     "all of them on every device": (P(), P(), P(), "blockwise"),
@@ -229,18 +224,11 @@ PAGED = {
 }
 
 
-def paged_call(rng, dtype=None):
-    call = dict(query=normal(rng, 4, 3, 4, 8))
-    call |= dict(k_pages=normal(rng, 12, 8, 2, 8), v_pages=normal(rng, 12, 8, 2, 5))
-    call |= dict(
-        page_table=rng.permutation(12).astype(np.int32).reshape(4, 3),
-        lengths=np.array([5, 24, 0, 13], np.int32),
+def paged_call(rng, stored=None):
+    call, _ = pool(rng, 8, ints(5, 24, 13), 3, stored=stored)
+    return call | dict(
+        query=normal(rng, B, 3, N, H), query_seq_lengths=ints(3, 1, 2), sinks=normal(rng, N)
     )
-    call |= dict(query_seq_lengths=np.array([3, 1, 0, 2], np.int32), sinks=normal(rng, 4))
-    if dtype is None:
-        return call
-    k, v = (quantised.quantise(call[name], dtype) for name in ("k_pages", "v_pages"))
-    return call | dict(k_pages=k[0], v_pages=v[0], k_scales=k[1], v_scales=v[1])
 
 
 @pytest.mark.parametrize("places", PAGED)
@@ -249,16 +237,24 @@ def test_pages_on_an_explicit_mesh_stay_where_they_are(places, rng):
     call = paged_call(rng, "int8" if "8 bits" in places else None)
     of = {name: specs[1] for name in ("k_pages", "v_pages", "k_scales", "v_scales") if name in call}
     of |= dict(query=specs[0]) | dict.fromkeys(("page_table", "lengths"), specs[2])
-    placed = call | {n: place(spec, call[n])[0] for n, spec in of.items() if spec is not None}
-    slopes = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+    mesh = make_mesh(data=3, model=2)
+    placed = {n: put(mesh, spec, call[n])[0] for n, spec in of.items() if spec is not None}
+    slopes = jnp.asarray(normal(rng, B, N))
     options = dict(
         score_mod=lambda s, b, h, i, j: s + slopes[b, h] * (i - j),
         implementation=name,
         return_residual=True,
     )
     attend = jax.jit(lambda call: paged_attention(**call, **options))
-    equal(attend(placed), attend(call))
-    assert_nothing_moves(attend, placed)
+    equal(attend(call | placed), attend(call))
+    assert_nothing_moves(attend, call | placed)
+
+
+def new_cache(pages):
+    return paged_cache(4, 24, 2, 8, pages=pages, page=8, dtype="float32")
+
+
+BY_HEAD = dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model"))
 
 
 def place_cache(cache, specs):
@@ -269,7 +265,7 @@ def place_cache(cache, specs):
 @pytest.mark.parametrize("name", ["blockwise", "triton"])
 def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
     heads = P(None, "model")
-    cache = paged_cache(4, 24, 2, 8, pages=20, page=8, dtype="float32")
+    cache = new_cache(20)
     ends = np.array([0, 3, 4, 4, 9], np.int32)
     query, key, slopes = (
         jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((9, 4, 8), (9, 2, 8), (4, 4))
@@ -281,7 +277,7 @@ def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
         more = dict(cu_seqlens_q=ends, score_mod=mod, implementation=name, return_residual=True)
         return cache.attend(query, **more), cache
 
-    placed = place_cache(cache, dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model")))
+    placed = place_cache(cache, BY_HEAD)
     (o, lse), spread = jax.jit(step)(*place(heads, query, key), placed)
     equal(((o, lse), spread), jax.jit(step)(query, key, cache))
     assert jax.typeof(o).sharding.spec[1] == "model"
@@ -289,11 +285,9 @@ def test_ragged_tokens_on_an_explicit_mesh_are_spread_by_heads(name, rng):
 
 
 def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(rng):
-    cache = paged_cache(4, 24, 2, 8, pages=9, page=8, dtype="float32")
+    cache = new_cache(9)
     new = normal(rng, 4, 9, 2, 8)
-    placed = place_cache(
-        cache, dict(k_pages=P(None, None, "model"), page_table=P("data"), lengths=P("data"))
-    )
+    placed = place_cache(cache, BY_HEAD | dict(page_table=P("data"), lengths=P("data")))
 
     def used(cache, new, count, rows):
         cache = cache.reserve(count).append(new, new, count).share(0, 3)
@@ -308,9 +302,8 @@ def test_a_cache_whose_table_lies_by_batch_reserves_appends_shares_and_releases(
 
 
 def test_on_an_explicit_mesh_a_full_cache_says_so_and_attends_with_nan(rng):
-    cache = paged_cache(4, 24, 2, 8, pages=7, page=8, dtype="float32")
-    places = dict.fromkeys(("k_pages", "v_pages"), P(None, None, "model"))
-    places |= dict.fromkeys(("page_table", "lengths", "lost", "appended"), P("data"))
+    cache = new_cache(7)
+    places = BY_HEAD | dict.fromkeys(("page_table", "lengths", "lost", "appended"), P("data"))
     new, query = (jnp.asarray(normal(rng, 4, 9, heads, 8)) for heads in (2, 4))
 
     @jax.jit
@@ -337,8 +330,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("places", REFUSED)
-def test_where_pages_cannot_be_is_refused_in_words(places, rng):
-    call = paged_call(rng) | dict(query=np.ones((4, 2, 4, 8), np.float32), query_seq_lengths=None)
+def test_where_pages_cannot_be_is_refused_in_words(places):
+    shapes = dict(query=(4, 2, 4, 8), k_pages=(12, 8, 2, 8), v_pages=(12, 8, 2, 5))
+    call = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    call |= dict(page_table=np.zeros((4, 3), int), lengths=np.full(4, 9))
     call |= {name: place(spec, call[name])[0] for name, spec in REFUSED[places].items()}
     with pytest.raises(
         ValueError,

@@ -95,6 +95,10 @@ def test_the_plot_shows_the_end_of_training_and_not_the_fall_from_the_start():
         assert 2.4 < high < (2.6 if measured else 6)
 
 
+def labelled(output: str) -> dict[str, str]:
+    return {line[:11].strip(): line[11:] for line in output.splitlines()}
+
+
 @pytest.mark.whole
 def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(text, tmp_path, capsys):
     longer = "--features 32 --steps 150 --learning-rate 0.01 --eval-every 150 --save-every 150"
@@ -102,7 +106,7 @@ def test_the_loss_falls_below_that_of_bigrams_and_the_last_lines_say_so(text, tm
     train(*TINY, *longer.split(), *sample.split(), "--data", text, "--out", tmp_path / "run")
     output, errors = capsys.readouterr()
     assert errors == "", "there is no bar where there is no terminal"
-    lines = {line[:11].strip(): line[11:] for line in output.splitlines()}
+    lines = labelled(output)
     bigram, loss = (float(lines[name].split()[0]) for name in ("bigram", "held out"))
     assert loss < 0.85 * bigram
     assert f"{1 - loss / bigram:.0%}"[0] == lines["held out"].split("byte, ")[1][0]
@@ -145,7 +149,7 @@ def test_the_options_know_the_implementations():
 @pytest.mark.whole
 def test_the_tiny_preset_ends_well_below_the_bigram_model(tmp_path, capsys):
     train("--preset", "tiny", "--out", tmp_path / "run")
-    lines = {line[:11].strip(): line[11:] for line in capsys.readouterr().out.splitlines()}
+    lines = labelled(capsys.readouterr().out)
     assert lines["start"] == "trains 800 steps of 8 x 64 bytes: reads the text and loads jax"
     assert float(re.search(r", ([\d.]+)% below", lines["held out"])[1]) > 15
 
