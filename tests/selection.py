@@ -7,7 +7,12 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import pytest
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
+)
 
 
 def whole_but(values: Iterable, *fast) -> list:

@@ -48,6 +48,10 @@ def both_passes(attend):
     return lambda q, k, v, do: jax.vjp(attend, q, k, v)[1](do)
 
 
+def visible_of(z, call):
+    return oracle.visible(1, 1, z.T, z.S, call)[0, 0]
+
+
 def columns_of(visible, rows: int, columns: int):
     """First and last column that each block of rows sees, in whole blocks of columns."""
     for i in range(0, len(visible), rows):
@@ -62,7 +66,7 @@ def test_triton_loads_what_a_tile_sees_and_computes_no_other_tile(call):
     z, dtype, call = CALLS[call]
     kernels = observe(both_passes(attention("triton", TILES, **call)), *arrays(z, dtype))
     forward, dkv, dq = kernels.values()
-    visible, heads = oracle.visible(1, 1, z.T, z.S, call)[0, 0], z.B * z.N
+    visible, heads = visible_of(z, call), z.B * z.N
     size = jnp.dtype(dtype).itemsize
     product = lambda t, H: 2 * heads * t.block_q * t.block_k * power_of_two(H)
     for kernel, t, counts in ((forward, TILES.forward, (1, 1)), (dq, TILES.dq, (2, 1))):
@@ -117,7 +121,7 @@ def test_hopper_copies_the_blocks_that_a_tile_sees(call, traceable):
     with as_if_on(GPUS["H200"]):
         tiles = explain(*x[:3], implementation="hopper", **call).tiles
     kernels = observe(both_passes(attention("hopper", tiles, **call)), *x)
-    visible = oracle.visible(1, 1, z.T, z.S, call)[0, 0]
+    visible = visible_of(z, call)
     row = lambda size, t: 2 * z.N * elements.padded_size("bfloat16", size, t.swizzle)
     T, S = (-(-length // 8) * 8 for length in (z.T, z.S))
     by_queries = dict(flash_attention_forward=tiles.forward)
@@ -156,7 +160,7 @@ def test_decoding_copies_a_key_once_for_all_heads_on_hopper(call, traceable):
     with as_if_on(GPUS["H200"]):
         t = explain(*x, implementation="hopper", **call).tiles.decode
         (kernel,) = observe(attention("hopper", **call), *x).values()
-    visible = oracle.visible(1, 1, z.T, z.S, call)[0, 0]
+    visible = visible_of(z, call)
     ((first, last, _),) = columns_of(visible, z.T, t.block_k)
     keys = 2 * z.B * z.K * (min(last, -(-z.S // 8) * 8) - first)
     assert kernel.reads["args[1]"] == keys * elements.padded_size("bfloat16", z.H, t.swizzle)
@@ -167,9 +171,9 @@ def test_decoding_copies_a_key_once_for_all_heads_on_hopper(call, traceable):
 def test_decoding_loads_a_key_once_for_all_heads_in_triton(call):
     z, call = DECODING[call]
     (kernel,) = observe(attention("triton", **call), *arrays(z, "float32")[:3]).values()
-    visible = oracle.visible(1, 1, z.T, z.S, call)[0, 0]
-    seen = np.flatnonzero(visible.any(0))
-    keys = 4 * z.B * z.K * (seen[-1] + 1 - seen[0])
+    visible = visible_of(z, call)
+    ((first, last, _),) = columns_of(visible, z.T, 1)
+    keys = 4 * z.B * z.K * (last - first)
     assert kernel.reads["args[0].key"] == keys * z.H
     assert kernel.reads["args[0].value"] == keys * z.Hv
 

@@ -15,7 +15,7 @@ from check import TOLERANCE, close, cotangents, run
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from selection import whole_but
+from selection import needs_mosaic, whole_but
 
 from pallas_flash import explain, flash_attention, masks, paged_attention
 from pallas_flash.choose import selection
@@ -26,10 +26,8 @@ from pallas_flash.transforms.kernel_pass import KernelPass
 
 CPU = jax.devices("cpu")[0]
 H100, A100 = fakes.Device(), fakes.Device("NVIDIA A100-SXM4-80GB", "8.0", 108)
-HAS_HOPPER = jax.__version_info__ >= (0, 11, 2)
-needs_hopper = pytest.mark.skipif(not HAS_HOPPER, reason="the Hopper kernels need jax 0.11.2")
-# of which an H100 takes them
-DTYPES = {"hopper" if HAS_HOPPER else "triton in 16 bits": jnp.float16, "triton": jnp.float32}
+HALF = "hopper" if jax.__version_info__ >= (0, 11, 2) else "triton in 16 bits"
+DTYPES = {HALF: jnp.float16, "triton": jnp.float32}  # of which an H100 takes them
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +114,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", whole_but(DTYPES, *list(DTYPES)[:1]))
+@pytest.mark.parametrize("name", whole_but(DTYPES, HALF))
 @pytest.mark.parametrize("call", whole_but(CALLS, "lengths, dropout"))
 def test_kernels_in_a_program_that_is_lowered_for_a_cpu_are_blockwise(name, call, rng, monkeypatch):
     elsewhere, taken = KernelPass.run_elsewhere, []
@@ -175,7 +173,7 @@ def test_pages_in_a_program_that_is_lowered_for_a_cpu_are_read_by_blockwise(name
     jax.tree.map(lambda x, y: close(x, y, 2e-3), found, expected)
 
 
-@pytest.mark.parametrize("name", whole_but(DTYPES, *list(DTYPES)[:1]))
+@pytest.mark.parametrize("name", whole_but(DTYPES, HALF))
 @pytest.mark.parametrize("sinks", whole_but([None, 9.0], None))
 def test_the_largest_logits_of_such_programs_are_there_too(sinks, name):
     x = jax.device_put(qkv(DTYPES[name]), CPU)
@@ -193,7 +191,7 @@ def test_the_largest_logits_of_such_programs_are_there_too(sinks, name):
     close(found, expected, 1e-5)
 
 
-@needs_hopper
+@needs_mosaic
 def test_hopper_by_name_says_that_a_cpu_cannot_run_it():
     call = jax.jit(lambda *x: flash_attention(*x, implementation="hopper"))
     with pytest.raises(
@@ -237,7 +235,7 @@ def exported(platforms, *x, **kw):
 
 
 @pytest.mark.parametrize(
-    "platforms", [["cpu"], ["tpu"], pytest.param(["cpu", "cuda"], marks=needs_hopper)]
+    "platforms", [["cpu"], ["tpu"], pytest.param(["cpu", "cuda"], marks=needs_mosaic)]
 )
 def test_a_machine_with_a_gpu_exports_for_other_platforms_too(platforms):
     x = qkv()

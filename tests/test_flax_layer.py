@@ -202,15 +202,6 @@ def test_rematted_layers_in_a_scan_have_lists_of_their_own_with_gradients():
     assert_close(value_and_grads(run, params, x), value_and_grads(plain, params, x))
 
 
-def test_beyond_the_lengths_nothing_is_read_and_the_attention_is_zero():
-    layer, x, lengths = layer_of(is_causal=False), normal(1, B, T, D), np.array([T, 3], np.int32)
-    is_real = np.arange(T) < lengths[:, None]
-    y = jax.jit(layer)(jnp.where(is_real[..., None], x, jnp.nan), lengths=lengths)
-    assert_close(y[:1], jax.jit(layer)(x[:1]))
-    assert_close(y[1:, :3], jax.jit(layer)(x[1:, :3]))
-    assert np.all(np.asarray(y[1, 3:]) == 0)
-
-
 @pytest.mark.parametrize("is_cross", [False, True])
 def test_without_rope_the_layer_is_flax_own_on_the_same_parameters(is_cross):
     options = dict(num_kv_heads=2, use_bias=False, in_kv_features=11 if is_cross else D)

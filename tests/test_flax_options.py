@@ -178,14 +178,21 @@ def test_impossible_calls_raise(make, text):
 # ---- cross-attention
 
 
-def test_cross_attention_sees_the_real_inputs_alone():
-    layer, x, y = cross_layer(qk_norm=True), normal(1, B, T, D), normal(2, B, T + 4, 11)
-    kv_lengths, lengths = np.array([T + 4, 3], np.int32), np.array([T, 2], np.int32)
-    padded = jnp.where(np.arange(T + 4)[None, :, None] < kv_lengths[:, None, None], y, jnp.nan)
-    z = jax.jit(lambda x, y: layer(x, y, lengths=lengths, kv_lengths=kv_lengths))(x, padded)
-    assert_close(z[:1], jax.jit(layer)(x[:1], y[:1]))
-    assert_close(z[1:, :2], jax.jit(layer)(x[1:, :2], y[1:, :3]))
-    assert np.all(np.asarray(z[1, 2:]) == 0)
+@pytest.mark.parametrize("is_cross", [False, True])
+def test_beyond_the_lengths_nothing_is_read_and_the_attention_is_zero(is_cross):
+    layer = cross_layer(qk_norm=True) if is_cross else layer_of(is_causal=False)
+    inputs = [normal(1, B, T, D), normal(2, B, T + 4, 11)][: 1 + is_cross]
+    ends = dict(lengths=np.array([T, 2], np.int32))
+    ends |= dict(kv_lengths=np.array([T + 4, 3], np.int32)) if is_cross else {}
+    beyond = lambda x, ends: np.arange(x.shape[1])[:, None] >= ends[:, None, None]
+    padded = (
+        jnp.where(beyond(x, n), jnp.nan, x) for x, n in zip(inputs, ends.values(), strict=True)
+    )
+    y = jax.jit(layer)(*padded, **ends)
+    for b, length in enumerate(ends["lengths"]):
+        alone = (x[b : b + 1, : n[b]] for x, n in zip(inputs, ends.values(), strict=True))
+        assert_close(y[b : b + 1, :length], jax.jit(layer)(*alone))
+        assert np.all(np.asarray(y[b, length:]) == 0)
 
 
 # ---- masks and options

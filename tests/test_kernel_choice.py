@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from decoding import needs_interpreter
 from processes import printed_by
+from selection import needs_mosaic
 
 from pallas_flash import explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
@@ -20,7 +21,6 @@ from pallas_flash.tiled import split_kv
 from scripts.bench.gpu_code import as_if_on
 
 FAMILIES = {family.name: family for family in (HOPPER, BLACKWELL, AMPERE)}
-B200 = GPUS["H200"]._replace(kind="NVIDIA B200", capability=(10, 0), cores=148)
 
 
 def shaped(*shape, dtype="bfloat16"):
@@ -98,7 +98,7 @@ SHORT_OF = {  # a GPU, head sizes: who decodes, and what is said of shared memor
 }
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@needs_mosaic
 @pytest.mark.parametrize("gpu, head, value", SHORT_OF)
 def test_explain_says_which_gpus_lack_shared_memory_to_decode_wide_heads(gpu, head, value):
     q, k, v = (shaped(2, n, heads, head) for n, heads in ((1, 8), (4096, 1), (4096, 1)))

@@ -269,7 +269,9 @@ def test_an_import_from_the_package_is_told_the_module_that_has_the_name(name, m
         exec("from pallas_flash import np")
 
 
-@pytest.mark.parametrize("f", [explain, attention_weights, flash_attention_jvp, paged_attention])
+@pytest.mark.parametrize(
+    "f", [explain, attention_weights, flash_attention_jvp, paged_attention, explain_paged]
+)
 def test_a_name_from_elsewhere_is_told_ours_wherever_a_call_is_given(f):
     x = ones((1, 8, 2, 8))
     arrays = ((x,) * 3,) * 2 if f is flash_attention_jvp else (x,) * 3

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import ints
+from selection import needs_mosaic
 
 from pallas_flash import explain_paged, masks, paged_attention
 from pallas_flash.accounting import GPUS
@@ -216,7 +217,7 @@ IN_8_BITS |= dict.fromkeys(("k_scales", "v_scales"), array(9, 64, 2, dtype="floa
 BY_HEAD = dict(score_mod=lambda s, b, h, i, j: s + h)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="an older jax lacks the kernels")
+@needs_mosaic
 @pytest.mark.parametrize(
     "gpu, call, taken",
     [
@@ -243,10 +244,6 @@ def test_explain_paged_says_why_lists_of_keys_go_to_blockwise():
 
 
 def test_explain_paged_has_the_errors_of_the_call_and_its_lists():
-    with pytest.raises(
-        TypeError, match=r"paged_attention\(\) got .* 'causal'. Did you mean is_causal"
-    ):
-        explain_paged(**shapes(), causal=True)
     with pytest.raises(ValueError, match="pages of a multiple of 8 keys"):
         explain_paged(**shapes(page=9))
     with pytest.raises(NotImplementedError, match=r"of paged_attention: it needs a GPU .*none"):

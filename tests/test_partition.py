@@ -45,10 +45,6 @@ def not_gathered(f, *x):
     return compiled(*x)
 
 
-def numbers_of_batch_and_head(b, h, q, k):
-    return (q + b + h) % 3 != k % 3
-
-
 LENGTHS = dict(
     key_value_seq_lengths=np.array([3, 7, 0, 5], np.int32),
     query_offset=np.array([2, 0, 3, 1], np.int32),
@@ -61,7 +57,13 @@ IDS = dict(
 CASES = {
     "key heads that divide": (4, SPEC, "1N1S", "B11S", LENGTHS),
     "key heads that do not divide": (2, FEW_KEYS, "B1TS", "1NT1", IDS),
-    "one key head": (1, FEW_KEYS, None, "", dict(mask=masks.MaskMod(numbers_of_batch_and_head))),
+    "one key head": (
+        1,
+        FEW_KEYS,
+        None,
+        "",
+        dict(mask=masks.MaskMod(lambda b, h, q, k: (q + b + h) % 3 != k % 3)),
+    ),
 }
 
 

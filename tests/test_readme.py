@@ -13,7 +13,7 @@ import jax
 import pytest
 from pictures import assert_same
 from processes import ROOT, printed_by
-from selection import whole_but
+from selection import needs_mosaic, whole_but
 
 import pallas_flash.flax
 from pallas_flash import __main__, accounting, explain, flash_attention, masks, scores
@@ -34,9 +34,6 @@ WITH_CODE = [
     name for name in PAGES if name not in ELSEWHERE and "```python\n" in (ROOT / name).read_text()
 ]
 LIGHT = [name for name in WITH_CODE if name.split("/")[-1] not in HEAVY]
-MOSAIC = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the Mosaic kernels need jax 0.11.2"
-)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -193,7 +190,7 @@ def test_the_layout_names_what_is_there():
 
 @pytest.mark.parametrize(
     "implementation",
-    ["blockwise", pytest.param("hopper", marks=MOSAIC)],
+    ["blockwise", pytest.param("hopper", marks=needs_mosaic)],
 )
 def test_a_call_goes_the_way_that_contributing_shows(implementation):
     page = (ROOT / "CONTRIBUTING.md").read_text()
