@@ -17,7 +17,7 @@ from pallas_flash.choose.dispatch import axis_to_map, map_calls
 from pallas_flash.devices.shared_arrays import canonicalize
 from pallas_flash.jax_support import hardware, options
 from pallas_flash.kernels.classic import EARLIER
-from pallas_flash.masks.resolved_lists import ResolvedLists
+from pallas_flash.masks.resolved_mask import ResolvedLists
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 from pallas_flash.problem.implementation import Implementation

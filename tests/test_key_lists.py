@@ -22,8 +22,7 @@ from walks import EVERY_WALK, walking
 
 from pallas_flash import explain, flash_attention, masks
 from pallas_flash.masks.resolution import with_table
-from pallas_flash.masks.resolved_lists import ResolvedLists
-from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedLists, ResolvedMask
 from pallas_flash.tiled import blockwise
 from pallas_flash.tiled.lists.tuning import DENSE
 

@@ -33,7 +33,7 @@ from selection import whole_but
 
 from pallas_flash import masks, paged_attention
 from pallas_flash.kernels.decoding import listed_keys
-from pallas_flash.masks.resolved_lists import ResolvedLists
+from pallas_flash.masks.resolved_mask import ResolvedLists
 from pallas_flash.problem.page_layout import PageLayout, PageTable
 from pallas_flash.tiled import split_kv
 

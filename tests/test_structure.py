@@ -152,7 +152,7 @@ def test_what_lies_on_top_of_the_scripts_is_a_command(path):
 
 # What computes attention, and how an implementation reads a mask.
 COMPUTES = ("kernels", "tiled", "transforms")
-RESOLVED = {"masks.resolved_lists", "masks.resolved_mask", "masks.block_types"}
+RESOLVED = {"masks.resolved_mask", "masks.block_types"}
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if name.split(".")[0] in COMPUTES])

@@ -1,4 +1,5 @@
-"""Which blocks of queries and keys are empty, partial or full, for masks that are no intervals."""
+"""Which blocks of queries and keys are empty, partial or full, for masks that are no intervals. In
+the functions `v` is a ResolvedMask."""
 
 import functools
 
@@ -7,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.masks.resolved_mask import ResolvedMask
-
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
-def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
+def visible_pairs(v, batch, heads, row, key) -> jax.Array:
     """Whether each query of `row`, which must exist, sees each key: bool [B | 1, N | 1, rows,
     keys]."""
     at, (start, stop) = _intervals(v, row)
@@ -32,16 +31,14 @@ def visible_pairs(v: ResolvedMask, batch, heads, row, key) -> jax.Array:
     )
 
 
-def _intervals(v: ResolvedMask, row):
+def _intervals(v, row):
     """The mask of the rows, and the keys that they may see, [start, stop): [B | 1, rows, 1]."""
-    at = v.narrow(ResolvedMask.BY_BATCH, lambda x: x[:, None]).narrow(
-        ResolvedMask.BY_QUERY, lambda x: x[:, row]
-    )
+    at = v.narrow(v.BY_BATCH, lambda x: x[:, None]).narrow(v.BY_QUERY, lambda x: x[:, row])
     return at, [end if isinstance(end, int) else end[..., None] for end in at.interval(row[None])]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
+def compute(v, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Array:
     """The types of all blocks, int8 [B | 1, N | 1, query blocks, key blocks], from block_q rows at
     a time. A block that hangs over an end is not full."""
     key = jnp.arange(v.keys, dtype=jnp.int32)
@@ -60,7 +57,7 @@ def compute(v: ResolvedMask, batch, heads, queries: int, block_q: int, block_k: 
     return jnp.moveaxis(types, 0, 2)
 
 
-def _seen(v: ResolvedMask, row, block: int) -> jax.Array:
+def _seen(v, row, block: int) -> jax.Array:
     """How many keys of each block the intervals of the rows hold: int32 [B | 1, rows, blocks]."""
     _, (start, stop) = _intervals(v, row)
     first = jnp.arange(0, v.keys, block, dtype=jnp.int32)

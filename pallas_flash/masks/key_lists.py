@@ -12,7 +12,7 @@ from pallas_flash.checks import unexpected
 from pallas_flash.checks.sizes import HEADS_FIRST
 from pallas_flash.jax_support import pytrees
 from pallas_flash.masks.mask import Mask
-from pallas_flash.masks.resolved_lists import LEAST_TABLE, ResolvedLists
+from pallas_flash.masks.resolved_mask import LEAST_TABLE, ResolvedLists
 
 
 @unexpected.refused

@@ -30,8 +30,7 @@ from pallas_flash.masks.mask import (
     split,
     with_leaves,
 )
-from pallas_flash.masks.resolved_lists import LEAST_TABLE, ResolvedLists
-from pallas_flash.masks.resolved_mask import REACH, ResolvedMask, clip
+from pallas_flash.masks.resolved_mask import LEAST_TABLE, REACH, ResolvedLists, ResolvedMask, clip
 from pallas_flash.mods.bound import BoundMaskMod
 from pallas_flash.mods.traced import INDEX, TracedMod, any_mesh
 

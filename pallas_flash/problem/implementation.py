@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pallas_flash.masks.resolved_lists import LEAST_TABLE
+from pallas_flash.masks.resolved_mask import LEAST_TABLE
 from pallas_flash.problem.arguments import Gradients, Operands, Problem, with_table
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.problem.page_layout import Pages, PageTable

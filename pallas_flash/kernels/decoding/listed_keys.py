@@ -16,8 +16,7 @@ from pallas_flash.jax_support import pytrees
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.mosaic import registers
 from pallas_flash.kernels.mosaic.scheduler import divmod_
-from pallas_flash.masks.resolved_lists import ResolvedLists
-from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedLists, ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem, shapes
 from pallas_flash.problem.page_layout import PageLayout, PageTable
 from pallas_flash.tiled.online_softmax import SoftmaxState

@@ -11,8 +11,7 @@ import numpy as np
 
 from pallas_flash.jax_support.pytrees import IntLike, smaller
 from pallas_flash.masks import block_types
-from pallas_flash.masks.resolved_lists import ResolvedLists
-from pallas_flash.masks.resolved_mask import ResolvedMask
+from pallas_flash.masks.resolved_mask import ResolvedLists, ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row, of_heads, pairs
