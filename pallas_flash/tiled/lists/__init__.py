@@ -24,15 +24,17 @@ from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise import softmax
 from pallas_flash.tiled.blockwise.logits import ScalePlacement
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.list_heads import (
+from pallas_flash.tiled.lists.tile import (
+    Entries,
     ListHead,
+    RowCotangents,
     Sums,
+    Tile,
     by_head,
     from_blocks,
     from_list_heads,
     list_heads,
 )
-from pallas_flash.tiled.lists.tile import Entries, RowCotangents, Tile
 from pallas_flash.tiled.lists.tuning import BY_QUERY
 from pallas_flash.tiled.lists.walks import WALKS, Walk
 from pallas_flash.tiled.online_softmax import RowScale

@@ -10,8 +10,7 @@ from jax import lax
 
 from pallas_flash.tiled import schedule
 from pallas_flash.tiled.blockwise.tuning import Tiles
-from pallas_flash.tiled.lists.list_heads import ListHead, list_heads
-from pallas_flash.tiled.lists.tile import Entries, Tile
+from pallas_flash.tiled.lists.tile import Entries, ListHead, Tile, list_heads
 from pallas_flash.tiled.lists.tuning import BY_KEY, BY_QUERY
 
 
