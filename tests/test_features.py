@@ -19,6 +19,7 @@ from features.calls import (
     GATHERED,
     INTERPRETED,
     TOGETHER,
+    WITHOUT_A_ROW,
     Call,
     alone,
     arrays,
@@ -35,6 +36,7 @@ from tqdm import tqdm
 from pallas_flash import explain
 from pallas_flash.accounting import GPUS
 from pallas_flash.choose import implementations
+from pallas_flash.choose.selfcheck import specs
 from scripts.bench.gpu_code import as_if_on
 
 FILE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "FEATURES.md"
@@ -155,6 +157,8 @@ def stated(head: str) -> dict[str, dict[str, str]]:
 
 
 def test_the_tables_have_every_row():
+    known = {name for name, one in specs.FEATURES.items() if one in FEATURES.values()}
+    assert known == specs.FEATURES.keys() - {*WITHOUT_A_ROW}
     assert list(stated("a call with")) == list(FEATURES)
     assert list(stated("a call over")) == list(decoding.DECODING)
     assert list(stated("under")) == list(TRANSFORMATIONS)

@@ -14,6 +14,7 @@ from features.calls import FEATURES, INPUTS, SIZES, Feature
 
 from pallas_flash import flash_attention, masks
 from pallas_flash.accounting import GPUS
+from pallas_flash.choose.selfcheck import specs
 from pallas_flash.kernels.hopper import tuning
 from scripts.bench.gpu_code import as_if_on
 
@@ -88,9 +89,8 @@ def drawn(rng) -> list[str]:
 def outputs(features, implementation, floats, rest):
     """Output and log-sum-exp."""
     x = floats | rest
-    options = functools.reduce(lambda found, one: found | one.arguments(x), features, {})
-    options |= dict(return_residual=True, implementation=implementation)
-    found = flash_attention(*(x[name] for name in INPUTS), **options)
+    options = specs.arguments(features, x)
+    found = flash_attention(**options, return_residual=True, implementation=implementation)
     return tuple(a.astype(jnp.float32) for a in found[:2])
 
 
@@ -122,10 +122,8 @@ def limited_to(gpu, monkeypatch):
 
 def lower(features, implementation, what=everything, dtype="bfloat16", **sizes):
     sizes, dtypes = SIZES | dict(T=T, S=S) | sizes, DTYPES | dict.fromkeys(INPUTS, dtype)
-    letters = dict(query="BTNH", key="BSKH", value="BSKV")
-    letters |= {name: x for feature in features for name, x in feature.arrays.items()}
     floats, rest = {}, {}
-    for name, axes in letters.items():
+    for name, axes in specs.letters(features).items():
         dtype = dtypes.get(name, "int32")
         shape = tuple(sizes.get(axis, 1) for axis in axes)
         (floats if "float" in dtype else rest)[name] = jax.ShapeDtypeStruct(shape, dtype)

@@ -30,7 +30,7 @@ DROPOUT = dict(dropout_rate=0.25, dropout_rng=jax.random.key(0))
 
 def problem_of(extra: str | None = None, dtype="float32", lengths=(8, 8), size=64, **call):
     if extra:
-        return trial.Case("reference", size, size, dtype, True, 0.0, extra).problem()
+        return trial.Case("reference", size, size, dtype, True, extra).problem()
     q, k = (jax.ShapeDtypeStruct((1, length, 2, size), dtype) for length in lengths)
     return explain(q, k, k, **call).problem
 
@@ -222,8 +222,7 @@ def test_all_problems_of_a_variant_have_the_tiles_that_were_checked(kernels):
     names = "head_size", "value_size", "deterministic", "dropped"
     for values in sizes:
         p = dataclasses.replace(some, **dict(zip(names, values, strict=True)))
-        wide = dict(zip(names[:2], comparison.widths(p), strict=True))
-        assert kernels.tiles(p) == kernels.tiles(dataclasses.replace(p, **wide))
+        assert kernels.tiles(p) == kernels.tiles(dataclasses.replace(p, **comparison.widths(p)))
 
 
 def test_schemes_are_told_apart_where_the_kernels_are():

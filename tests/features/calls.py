@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import gpu_interpreter
 import jax
@@ -14,24 +13,16 @@ import numpy as np
 
 from pallas_flash import explain, flash_attention, masks
 from pallas_flash.accounting import GPUS
+from pallas_flash.choose.selfcheck import specs
+from pallas_flash.choose.selfcheck.specs import Feature
 from scripts.bench.gpu_code import as_if_on
 
 # V: the value's head size; M, R: of a table; Q: blocks of queries; W: of a list
 SIZES = dict(B=2, T=20, S=64, N=4, K=2, H=8, V=6, M=4, R=5, Q=5, W=48)
 
 
-class Feature(NamedTuple):
-    """One thing that a call may have."""
-
-    arrays: dict[str, str]  # its arrays, with the letters of their axes
-    arguments: Callable[[dict], dict]  # of flash_attention, from all arrays
-
-
 def _by_distance(table):
-    def by_distance(score, b, h, q, k):
-        return score + table[h, (q - k) % SIZES["R"]] * jnp.tanh(score)
-
-    return by_distance
+    return lambda score, b, h, q, k: score + table[h, (q - k) % SIZES["R"]] * jnp.tanh(score)
 
 
 def _by_steps(steps):
@@ -56,23 +47,19 @@ def _blocks(x):
     return masks.KeyLists(x["blocks"], keys // 4, -(-queries // SIZES["Q"]))
 
 
+KNOWN, INPUTS = specs.FEATURES, tuple(specs.INPUTS)
 # kernels gather keys beside few of the others
 GATHERED = "`mask`: `masks.KeyLists` of single keys"
 NO_VALUES = "values that are the keys' first columns"
+# those that the self-check knows, and what another of them stands for there: of a mask, what it
+# resolves to; of a score_mod, one whose second derivative no rounding hides
 FEATURES = {
-    "`is_causal`": Feature({}, lambda x: dict(is_causal=True)),
-    "`local_window_size`": Feature({}, lambda x: dict(local_window_size=(16, 9))),
-    "`query_offset` by row": Feature(dict(offset="B"), lambda x: dict(query_offset=x["offset"])),
-    "`query_seq_lengths`": Feature(
-        dict(queries="B"), lambda x: dict(query_seq_lengths=x["queries"])
-    ),
-    "`key_value_seq_lengths`": Feature(
-        dict(keys="B"), lambda x: dict(key_value_seq_lengths=x["keys"])
-    ),
-    "segment ids": Feature(
-        dict(q_ids="BT", kv_ids="BS"),
-        lambda x: dict(query_segment_ids=x["q_ids"], key_value_segment_ids=x["kv_ids"]),
-    ),
+    "`is_causal`": KNOWN["causal"],
+    "`local_window_size`": KNOWN["a window"],
+    "`query_offset` by row": KNOWN["an offset"],
+    "`query_seq_lengths`": Feature(dict(query_seq_lengths="B")),
+    "`key_value_seq_lengths`": KNOWN["key lengths"],
+    "segment ids": KNOWN["segment ids"],
     "`mask`: `masks.PrefixLM`": Feature(
         dict(prefix="B"), lambda x: dict(mask=masks.PrefixLM(x["prefix"]))
     ),
@@ -82,67 +69,66 @@ FEATURES = {
     "`mask`: `masks.KeyLists` of blocks": Feature(
         dict(blocks="BQKR"), lambda x: dict(mask=_blocks(x))
     ),
-    GATHERED: Feature(dict(listed="BT1W"), lambda x: dict(mask=masks.KeyLists(x["listed"]))),
+    GATHERED: KNOWN["lists of keys"],
     "`mask`: union of two": Feature(
         dict(starts="B"), lambda x: dict(mask=masks.KeyStarts(x["starts"]) | masks.Dilated(2))
     ),
     "`mask`: complement of one": Feature(
-        dict(q_ids="BT", spots="BS"),
-        lambda x: dict(mask=~masks.Documents(x["q_ids"], x["spots"])),
+        dict(query_segment_ids="BT", spots="BS"),
+        lambda x: dict(mask=~masks.Documents(x["query_segment_ids"], x["spots"])),
     ),
-    "`mask`: an array": Feature(dict(mask="B1TS"), lambda x: dict(mask=x["mask"])),
-    "`bias`": Feature(dict(bias="1NTS"), lambda x: dict(bias=x["bias"])),
-    "`scale` by head, learned": Feature(dict(scale="N"), lambda x: dict(scale=x["scale"])),
-    "`logits_soft_cap`": Feature({}, lambda x: dict(logits_soft_cap=2.0)),
+    "`mask`: an array": KNOWN["a mask"],
+    "`bias`": KNOWN["a bias"],
+    "`scale` by head, learned": Feature(dict(scale="N")),
+    "`logits_soft_cap`": KNOWN["a soft cap"],
     "`score_mod`, a learned table": Feature(
         dict(table="MR"), lambda x: dict(score_mod=_by_distance(x["table"]))
     ),
     "`score_mod`, a learned scalar by head": Feature(
         dict(slopes="M"), lambda x: dict(score_mod=_by_head(x["slopes"]))
     ),
-    "`sinks`": Feature(dict(sinks="N"), lambda x: dict(sinks=x["sinks"])),
-    "dropout": Feature({}, lambda x: dict(dropout_rate=0.3, dropout_rng=jax.random.key(1))),
-    "`return_max_logits`": Feature({}, lambda x: dict(return_max_logits=True)),
-    "heads of 512": Feature({}, lambda x: {name: _wide(x[name]) for name in INPUTS if name in x}),
-    NO_VALUES: Feature({}, lambda x: dict(value=None, value_size=SIZES["V"])),
+    "`sinks`": KNOWN["sinks"],
+    "dropout": KNOWN["dropout"],
+    "`return_max_logits`": KNOWN["the largest logits"],
+    "heads of 512": Feature(make=lambda x: {name: _wide(x[name]) for name in INPUTS if name in x}),
+    NO_VALUES: KNOWN["values of keys"],
 }
+# known features that have no row, each beside one that has
+WITHOUT_A_ROW = "a rule", "a score_mod", "arrays of a score_mod"
 # A call has one mask array or other masks, one score_mod, values or none, and heads of one size:
 # two calls have all features.
 SECOND = "`mask`: an array", "`score_mod`, a learned scalar by head", "heads of 512", NO_VALUES
 TOGETHER = (tuple(name for name in FEATURES if name not in SECOND), SECOND)
-LETTERS = dict(query="BTNH", key="BSKH", value="BSKV") | {
-    k: v for f in FEATURES.values() for k, v in f.arrays.items()
-}
+LETTERS = specs.letters(FEATURES.values())
+LEARNED = (*INPUTS, "bias", "scale", "sinks", "slopes", "table")
 
 
 def integers(T, S, **_):
     """The least of each array of integers, and what it stays below."""
-    found = dict(offset=(0, 5), queries=(3 * T // 4, T), keys=(5 * S // 8, S + 1), prefix=(0, 9))
-    return (
-        found
-        | dict.fromkeys(("q_ids", "kv_ids"), (0, 2))
-        | dict(steps=(1, 4), starts=(0, 9), spots=(0, 4), blocks=(-1, 4), listed=(-1, S))
+    return dict(
+        query_offset=(0, 5),
+        query_seq_lengths=(3 * T // 4, T),
+        key_value_seq_lengths=(5 * S // 8, S + 1),
+        prefix=(0, 9),
+        query_segment_ids=(0, 2),
+        key_value_segment_ids=(0, 2),
+        steps=(1, 4),
+        starts=(0, 9),
+        spots=(0, 4),
+        blocks=(-1, 4),
+        listed=(-1, S),
     )
-
-
-INPUTS = ("query", "key", "value")
-LEARNED = (*INPUTS, "bias", "scale", "sinks", "slopes", "table")
 
 
 def arrays(dtype="float32", **sizes) -> dict[str, Any]:
     """An array for each name in LETTERS."""
-    rng, found, sizes = np.random.default_rng(0), {}, SIZES | sizes
-    for name, letters in LETTERS.items():
-        shape = tuple(sizes.get(letter, 1) for letter in letters)
-        if name in (limits := integers(**sizes)):
-            x = rng.integers(*limits[name], shape).astype(np.int32)
-            x = np.sort(x) if name.endswith("ids") else x
-        elif name == "mask":
-            x = rng.random(shape) < 0.8
-        else:
-            x = rng.normal(size=shape).astype("float32")
-        found[name] = jnp.asarray(x, dtype if name in INPUTS else None)
-    return found | dict(scale=jnp.abs(found["scale"]) / 2)
+    rng, sizes = np.random.default_rng(0), SIZES | sizes
+    found = specs.draw(LETTERS, sizes, rng, dtype)
+    for name, limits in integers(**sizes).items():
+        x = rng.integers(*limits, found[name].shape, np.int32)
+        found[name] = np.sort(x) if name.endswith("ids") else x
+    found |= dict(mask=found["mask"] < 0.8, scale=abs(found["scale"]) / 2)
+    return {name: jnp.asarray(x) for name, x in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +145,8 @@ class Call:
         return INPUTS[:2] if NO_VALUES in self.features else INPUTS
 
     def arguments(self, x) -> dict:
-        found, mask = {name: x[name] for name in self.inputs}, None
-        for name in self.features:
-            more = FEATURES[name].arguments(x)
-            joined = more.get("mask") if mask is None or "mask" not in more else mask & more["mask"]
-            mask = mask if joined is None else joined
-            found |= more
-        found |= dict(mask=mask, implementation=self.implementation, context=self.context)
+        found = specs.arguments([FEATURES[name] for name in self.features], x)
+        found |= dict(implementation=self.implementation, context=self.context)
         return found | dict(return_residual=True)
 
     def __call__(self, x):

@@ -3,15 +3,16 @@ the same variant as a call's."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_flash import dropout, masks
+from pallas_flash import dropout
 from pallas_flash.choose import implementations
+from pallas_flash.choose.selfcheck import specs
 from pallas_flash.choose.selfcheck.outcome import Verdict, before_kernels
 from pallas_flash.jax_support import hardware
 from pallas_flash.problem import arguments
@@ -24,33 +25,12 @@ from pallas_flash.transforms import autodiff
 # with blocks that need a mask, blocks that need none, and ragged ones
 SIZES = dict(batch=2, queries=523, keys=709, heads=8, kv_heads=2, sinks=False)
 WIDTH = 16  # multiples of this tell heads apart in the kernels
-# blocks of all kinds, by head
-RULE = masks.MaskMod(lambda b, h, q, k: ((q // 256 + k // 256 + h) % 3 > 0) | (k < 4), "RULE")
-SOFT_CAP = 2.0  # near the logits
-# each makes another variant
-EXTRAS = (
-    *("a rule", "a mask", "a bias", "a score_mod", "arrays of a score_mod"),
-    *("a soft cap", "segment ids", "lists of keys"),
-)
-LISTED = 100  # entries of a list
 
 
-def extras(problem: Problem) -> list[str]:
-    """The names in EXTRAS that apply to the problem."""
-    p, mask = problem, problem.resolved_mask
-    arrays = (p.score and p.score.tables) or None
-    has = mask.mask_mod, p.mask, p.bias, p.score, arrays, p.soft_cap, mask.query_ids, mask.lists
-    return [name for name, x in zip(EXTRAS, has, strict=True) if x is not None]
-
-
-def widths(problem: Problem) -> list[int]:
-    return [-(-size // WIDTH) * WIDTH for size in (problem.head_size, problem.value_size)]
-
-
-def reads_keys_alone(problem: Problem) -> bool:
-    """Whether values may be read as keys; elsewhere they are copied."""
-    has_lists = problem.resolved_mask.lists is not None
-    return problem.values_are_keys and (has_lists or split_kv.is_decoding(problem))
+def widths(problem: Problem) -> dict[str, int]:
+    """Head sizes as the kernels pad them."""
+    names = "head_size", "value_size"
+    return {name: -(-getattr(problem, name) // WIDTH) * WIDTH for name in names}
 
 
 def all_sizes(problem: Problem, **changed: int) -> list[dict[str, int]]:
@@ -68,90 +48,11 @@ def all_sizes(problem: Problem, **changed: int) -> list[dict[str, int]]:
 
 def make(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, tuple]:
     """A problem of these sizes, its operands, and the cotangents of o and lse."""
-    p = problem
-    static = dict(deterministic=p.deterministic, return_max_logits=p.max_logits)
-    static |= dict(dropout_rate=p.dropped / dropout.LEVELS)
-    variant = *widths(p), p.dtype, extras(p), sizes, reads_keys_alone(p)
-    call, cotangents = make_call(*variant, **static)
-    small, operands = arguments.normalise(Call(**call))
+    p, rate = problem, problem.dropped / dropout.LEVELS
+    variant = p.dtype, specs.variants(p)
+    call, cotangents = specs.make_call(widths(p) | sizes, *variant, dropout_rate=rate)
+    small, operands = arguments.normalise(Call(**call, deterministic=p.deterministic))
     return small, *jax.device_put((operands, cotangents))
-
-
-def make_call(
-    head_size: int,
-    value_size: int,
-    dtype: str,
-    extras: Collection[str],
-    sizes: dict,
-    values_are_keys: bool = False,
-    **static,
-) -> tuple[dict[str, Any], tuple]:
-    """The arguments of flash_attention, masked at both ends of the keys, and the cotangents of o
-    and lse. With sinks, more of the ends differ by row."""
-    B, T, S, N, K, sinks = (sizes[name] for name in SIZES)
-    rng, row = np.random.default_rng(0), np.arange(B, dtype=np.int32)
-    normal = lambda *shape: rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
-    call = static | dict(
-        is_causal=not sinks,
-        key_value_seq_lengths=S - S // 7 * row,
-        query_offset=S - T - row if sinks else S - T,
-    )
-    if static["dropout_rate"]:
-        call |= dict(dropout_rng=jax.random.key(0))
-    if "a rule" in extras:
-        call |= dict(mask=RULE)
-    if "lists of keys" in extras:
-        indices = rng.integers(-1, S, (B, T, 1, LISTED), np.int32)
-        call |= dict(mask=masks.KeyLists(indices))
-    if "a bias" in extras:  # the gradient by pair comes from one kernel, that by key from another
-        call |= dict(bias=normal(1, N, 1 if sinks else T, S))
-    if "a mask" in extras:  # of empty, partial and full blocks
-        block = np.arange(T)[:, None] // 256 + np.arange(S) // 256
-        call |= dict(mask=rng.random((B, 1, T, S)) < (block + 1) % 3 / 2)
-    if "a score_mod" in extras:
-        call |= dict(score_mod=far_is_less)
-    if "arrays of a score_mod" in extras:
-        call |= dict(score_mod=reads_arrays())
-    if "a soft cap" in extras:
-        call |= dict(logits_soft_cap=SOFT_CAP)
-    if "segment ids" in extras:
-        ids = np.stack([_documents(S, number) for number in range(B)])
-        call |= dict(query_segment_ids=ids[:, S - T :], key_value_segment_ids=ids)
-    call |= dict(query=normal(B, T, N, head_size), key=normal(B, S, K, head_size))
-    if values_are_keys:
-        call |= dict(value=None, value_size=value_size)
-    else:
-        call |= dict(value=normal(B, S, K, value_size))
-    do, dlse = normal(B, T, N, value_size), normal(B, N, T).astype(np.float32)
-    if sinks:
-        call |= dict(local_window_size=(S // 2, 0), sinks=normal(N).astype(np.float32))
-    return call, (do, dlse)
-
-
-def _documents(length: int, row: int) -> np.ndarray:
-    """Segment ids: four documents in the first row; in the others the first continues behind the
-    third."""
-    return np.arange(length, dtype=np.int32) // -(-length // 4) % (4 - min(row, 1))
-
-
-def far_is_less(s, b, h, q, k):
-    """A score_mod."""
-    return s - 0.01 * (h + 1) * jnp.abs(q - k)
-
-
-def reads_arrays() -> Callable:
-    """A score_mod that reads float arrays by head, by key and by pair: the gradient of each comes
-    from another kernel."""
-    rng = np.random.default_rng(1)
-    slopes, by_key, by_distance = (
-        jax.device_put(rng.standard_normal(32, np.float32)) for _ in range(3)
-    )
-
-    def score_mod(s, b, h, q, k):
-        near = by_distance[jnp.clip(q - k, -16, 15) + 16]
-        return s - 0.01 * slopes[h % 32] * jnp.abs(q - k) + by_key[k % 32] + near
-
-    return score_mod
 
 
 # rows that are compared as one vector: a single row of a gradient may be zero but for rounding

@@ -18,7 +18,7 @@ import jax
 
 from pallas_flash import checks
 from pallas_flash.choose import implementations, selection
-from pallas_flash.choose.selfcheck import comparison, outcome, records, verdicts
+from pallas_flash.choose.selfcheck import comparison, outcome, records, specs, verdicts
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.choose.selfcheck.verdicts import Variant
 from pallas_flash.jax_support import hardware, options
@@ -33,14 +33,16 @@ READY = "ready"  # printed by a process that has compiled
 LENGTH = 2048  # with so many queries and keys every kernel of a variant runs: hopper/tuning.py
 SECONDS = 40  # estimated time of a process on a GPU, nearly all of it to compile
 Sizes = list[tuple[int, int]]  # head sizes of queries and keys, and of values
-# the last three fields of a Case: those that most calls need, and all
-SHORT = [(True, 0.0, None), (False, 0.0, None), (None, 0.0, "decoding")]
+# the last two fields of a Case: those that most calls need, and all
+SHORT = [(True, None), (False, None), (None, "decoding")]
+# each alone; what few calls have is checked where one has it
+SELDOM = "values of keys", "dropout", "the largest logits"
+EXTRAS = [n for n, each in specs.FEATURES.items() if each.is_in and n not in SELDOM]
 SCHEMES = [
     *SHORT,
-    (True, 0.25, None),
-    (False, 0.25, None),
-    *itertools.product((True, False), (0.0,), comparison.EXTRAS),
-    (True, 0.0, comparison.FORWARD_MODE.name),
+    *itertools.product((True, False), ["dropout"]),
+    *itertools.product((True, False), EXTRAS),
+    (True, comparison.FORWARD_MODE.name),
 ]
 _one_runs = threading.Lock()
 
@@ -51,18 +53,17 @@ class Case(NamedTuple):
     value_size: int
     dtype: str
     deterministic: bool | None
-    dropout_rate: float
-    extra: str | None  # one of comparison.EXTRAS, or decoding, or forward mode
+    extra: str | None  # one of specs.FEATURES, or decoding, or forward mode
 
     def problem(self) -> Problem:
         """The problem that has the case's kernels. Raises NotImplementedError, which says why this
         machine cannot run it."""
         queries = 1 if self.extra == "decoding" else LENGTH
-        sizes = dict(batch=1, queries=queries, keys=LENGTH, heads=2, kv_heads=2, sinks=False)
-        static = dict(implementation=self.implementation, deterministic=self.deterministic)
-        static |= dict(dropout_rate=self.dropout_rate)
-        heads = self.head_size, self.value_size, self.dtype
-        call, _ = comparison.make_call(*heads, [self.extra], sizes, **static)
+        sizes = dict(head_size=self.head_size, value_size=self.value_size)
+        sizes |= dict(batch=1, queries=queries, keys=LENGTH, heads=2, kv_heads=2, sinks=False)
+        names = [self.extra] if self.extra in specs.FEATURES else []
+        call, _ = specs.make_call(sizes, self.dtype, names)
+        call |= dict(implementation=self.implementation, deterministic=self.deterministic)
         problem = checks.from_shapes(lambda call: arguments.normalise(call)[0], Call(**call))
         selection.first(problem, self.implementation)  # raises where it cannot run
         return problem

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_flash.choose.selfcheck import comparison, outcome, records
+from pallas_flash.choose.selfcheck import comparison, outcome, records, specs
 from pallas_flash.choose.selfcheck.comparison import FLASH_ATTENTION, EntryPoint
 from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware, options
@@ -114,15 +114,12 @@ def variant_of(
     in_any_order = entry is FLASH_ATTENTION and implementation.adds_in_any_order(problem)
     options = {
         "decoding": split_kv.is_decoding(problem),
-        "values of keys": comparison.reads_keys_alone(problem),
-        "dropout": problem.dropped > 0,
-        "the largest logits": problem.max_logits,
-        **dict.fromkeys(comparison.extras(problem), True),
+        **dict.fromkeys(specs.variants(problem), True),
         entry.name: entry.name,
     }
     names = [name for name, has_it in options.items() if has_it]
     scheme = ", ".join(["in any order" if in_any_order else "deterministic", *names])
-    return Variant(implementation.name, *comparison.widths(problem), problem.dtype, scheme)
+    return Variant(implementation.name, *comparison.widths(problem).values(), problem.dtype, scheme)
 
 
 def _key(implementation: Implementation, problem: Problem, entry: EntryPoint) -> Key | None:
