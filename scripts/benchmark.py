@@ -61,8 +61,18 @@ CASES = {
         gpu=dict(lengths=[8192, 32768], batch=[1, 16, 64], heads=128, **LATENT),
     ),
 }
-SHAPE = ("lengths", "batch", "heads", "kv_heads", "head_size", "causal")  # the suite has its own
-ANYWHERE = dict(kv_heads=None, causal=True, repeats=9, budget=None, out=None, quick=False)
+SHAPE = (
+    "lengths",
+    "batch",
+    "heads",
+    "kv_heads",
+    "head_size",
+    "causal",
+    "features",
+)  # the suite has its own
+ANYWHERE = dict(
+    kv_heads=None, causal=True, features=[], repeats=9, budget=None, out=None, quick=False
+)
 SLOW = ["blockwise", "jax.nn/xla"]
 FAST = ["hopper", f"hopper {DETERMINISTIC}", f"hopper {VARLEN}", "blackwell", "ampere", "triton"]
 FAST += [peer.name for peer in PEERS if peer.name not in SLOW]
@@ -164,6 +174,8 @@ def make_parser(kind: str) -> argparse.ArgumentParser:
     add("--heads", type=positive, metavar="N", help="query heads")
     add("--kv-heads", type=positive, metavar="K", help="key/value heads")
     add("--head-size", type=positive, metavar="H", help="head size")
+    help = f"of {', '.join(cases.FEATURES)}: of pallas_flash alone"
+    add("--features", nargs="+", choices=cases.FEATURES, metavar="NAME", help=help)
     add("--dtype", choices=list(TOLERANCE), help="of the inputs")
     mask = parser.add_mutually_exclusive_group()
     mask.add_argument("--causal", action="store_true", help="the default")

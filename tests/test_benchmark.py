@@ -59,7 +59,7 @@ def run(tmp_path, capsys):
 
     def run(names: str, options: str = "", status: int = 0):
         names = ["--implementations", *names.split(", ")]
-        arguments = [*TINY.split(), *names, *options.split(), "--out", str(tmp_path / "run")]
+        arguments = [*TINY.split(), *names, *shlex.split(options), "--out", str(tmp_path / "run")]
         assert benchmark.main(arguments) == status
         rows = json.loads((tmp_path / "run" / "benchmark.json").read_text())["rows"]
         by_key = {(row["case"]["T"], row["passes"], row["name"]): row for row in rows}
@@ -135,6 +135,14 @@ def test_without_rounds_it_compiles_and_runs_nothing(run):
     rows, _ = run("blockwise, jax.nn/xla", "--repeats 0")
     for row in rows.values():
         assert row["status"] == "ok" and row["temporary_bytes"] > 0 and not row["seconds"]
+
+
+def test_features_are_timed_by_name_without_peers(run):
+    options = "--features 'a bias' sinks --passes forward --repeats 1"
+    rows, printed = run("blockwise, jax.nn/xla", options)
+    status = [(row["status"], row["reason"]) for row in rows.values()]
+    assert status == [("ok", ""), ("not run", "it is timed without a bias, sinks")]
+    assert lines(printed, "causal with a bias, sinks | forward | blockwise ")
 
 
 @pytest.mark.whole

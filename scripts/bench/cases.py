@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash.choose.selfcheck import specs
+
 RESULTS = {
     "forward": ("o",),
     "backward": ("dq", "dk", "dv"),
@@ -15,6 +17,8 @@ RESULTS = {
     "jvp": ("o", "tangent"),
 }
 *PASSES, JVP = RESULTS  # what every contender has, and forward mode
+# features of pallas_flash alone that leave the mask, and so the FLOPs, as they are
+FEATURES = "a bias", "a score_mod", "arrays of a score_mod", "a soft cap", "sinks", "dropout"
 
 
 class Case(NamedTuple):
@@ -33,6 +37,7 @@ class Case(NamedTuple):
     # the first keys, which all later queries see; only with `window`, without documents
     global_tokens: int | None = None
     values_are_keys: bool = False  # the values are the keys' first columns
+    extras: str = ""  # of FEATURES, joined by ", "
 
     def __str__(self):
         keys = f" S{self.S}" if self.S != self.T else ""
@@ -48,6 +53,7 @@ class Case(NamedTuple):
         words += [f"window {self.window}"] if self.window else []
         words += [f"{self.documents} documents"] if self.documents else []
         words += [f"{self.global_tokens} global tokens"] if self.global_tokens else []
+        words += [f"with {self.extras}"] if self.extras else []
         return " ".join(words)
 
     @property
@@ -75,6 +81,14 @@ class Case(NamedTuple):
     def inputs(self) -> list[jax.Array]:
         """Query, key, value, and the output's gradient: the same arrays until `free_inputs`."""
         return _inputs(self)
+
+    def extra_features(self) -> list[specs.Feature]:
+        return [specs.FEATURES[name] for name in self.extras.split(", ") if name]
+
+    def extra_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of its further features."""
+        letters = {k: axes for each in self.extra_features() for k, axes in each.arrays.items()}
+        return specs.draw(letters, self._asdict(), np.random.default_rng(0), self.dtype)
 
     def document_lengths(self) -> np.ndarray:
         """Lengths of the documents of a row: the same in each row, no multiples of a block."""
@@ -143,10 +157,15 @@ def free_inputs():
 # ---- lists of cases ----
 
 
+def _with_features(args, B: int, T: int, S: int, causal: bool) -> Case:
+    heads = args.heads, args.kv_heads, args.head_size
+    return Case(B, T, S, *heads, args.dtype, causal, extras=", ".join(args.features))
+
+
 def by_length(args) -> list[Case]:
     """One shape at several lengths, T = S; without a batch size 16384 tokens in all."""
     return [
-        Case(B, T, T, args.heads, args.kv_heads, args.head_size, args.dtype, args.causal)
+        _with_features(args, B, T, T, args.causal)
         for T in args.lengths
         for B in args.batch or [max(1, TOKENS // T)]
     ]
@@ -154,11 +173,7 @@ def by_length(args) -> list[Case]:
 
 def decoding(args) -> list[Case]:
     """One new token per row, which sees all S keys of its cache."""
-    return [
-        Case(B, 1, S, args.heads, args.kv_heads, args.head_size, args.dtype, causal=False)
-        for B in args.batch
-        for S in args.lengths
-    ]
+    return [_with_features(args, B, 1, S, causal=False) for B in args.batch for S in args.lengths]
 
 
 def latents(args) -> list[Case]:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from pallas_flash import explain, flash_attention, masks
+from pallas_flash.choose.selfcheck import specs
 from scripts.bench import tiles
 from scripts.bench.cases import JVP, PASSES, Case
 
@@ -49,6 +50,8 @@ class Contender(NamedTuple):
         """The reason why it cannot run the case, or None."""
         if self.needs_gpu and jax.default_backend() != "gpu":
             return "it needs a GPU"
+        if self.is_peer and case.extras:
+            return f"it is timed without {case.extras}"
         lacking = [name for name in case.features() if name in self.lacks]
         return f"it has no {', no '.join(lacking)}" if lacking else self.refuses(case)
 
@@ -110,13 +113,14 @@ def ours(
         options = _options(case, implementation, kind)
         v = None if case.values_are_keys else v
         if cu_seqlens is None:
-            return run(q, k, v, **options, **operands)
+            made = specs.arguments(case.extra_features(), operands)
+            return run(q, k, v, **options | operands | made)
         packed = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         o = run(*packed, **options | dict(mask=masks.Varlen(cu_seqlens)))
         return o.reshape(*q.shape[:-1], -1)
 
     def refuses(case):
-        if kind == VARLEN and not case.documents:
+        if kind == VARLEN and (case.extras or not case.documents):
             return "it is for documents"
         try:
             of_case = tiles_of(case, implementation, kind)
@@ -127,7 +131,7 @@ def ours(
         except NotImplementedError as error:
             return str(error)
 
-    operands = _cu_seqlens if kind == VARLEN else _segment_ids
+    operands = _cu_seqlens if kind == VARLEN else _operands
     passes = (*PASSES, JVP)
     return Contender(name, attend, refuses, operands, package="pallas-flash", passes=passes)
 
@@ -136,7 +140,9 @@ def tiles_of(case: Case, implementation: str, kind: str = "") -> Any:
     """The tiles that a call takes; NotImplementedError where the implementation cannot run it."""
     query, key, value, _ = case.shapes()
     value = None if case.values_are_keys else value
-    options = _options(case, implementation, kind) | _segment_ids(case)
+    operands = _operands(case)
+    options = _options(case, implementation, kind) | operands
+    options |= specs.arguments(case.extra_features(), operands)
     found = explain(query, key, value, **options)
     return tiles.one_kernel(found.problem, implementation) if kind == FUSED else found.tiles
 
@@ -157,8 +163,9 @@ def _options(case: Case, implementation: str, kind: str) -> dict:
     )
 
 
-def _segment_ids(case: Case, *kv) -> dict:
-    return dict(query_segment_ids=case.segment_ids()) if case.documents else {}
+def _operands(case: Case, *kv) -> dict:
+    ids = dict(query_segment_ids=case.segment_ids()) if case.documents else {}
+    return ids | case.extra_arrays()
 
 
 # ---- peers ----
