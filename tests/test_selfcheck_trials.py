@@ -122,6 +122,13 @@ FAULTS = {  # problem, its scheme behind "deterministic", a fault, sizes, what i
             "lists of keys": with_mask(lists=None),
         }.items()
     },
+    "a rule beside lists": (
+        dict(mask=masks.Dilated(2) & masks.KeyLists(np.zeros((1, 8, 1, 3), np.int32))),
+        ", a rule, lists of keys",
+        with_mask(mask_mod=None),
+        ENDS,
+        "o is off by",
+    ),
     "the gradient of a bias": (
         dict(extra="a bias"),
         ", a bias",
@@ -153,6 +160,7 @@ FAST = (
     "one row of dv",
     "the offset",
     "lists of keys",
+    "a rule beside lists",
 )
 
 

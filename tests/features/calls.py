@@ -93,8 +93,8 @@ FEATURES = {
     "heads of 512": Feature(make=lambda x: {name: _wide(x[name]) for name in INPUTS if name in x}),
     NO_VALUES: KNOWN["values of keys"],
 }
-# known features that have no row, each beside one that has
-WITHOUT_A_ROW = "a rule", "a score_mod", "arrays of a score_mod"
+# known features that have no row, each beside one that has; decoding has rows of its own
+WITHOUT_A_ROW = "a rule", "a score_mod", "arrays of a score_mod", "decoding"
 # A call has one mask array or other masks, one score_mod, values or none, and heads of one size:
 # two calls have all features.
 SECOND = "`mask`: an array", "`score_mod`, a learned scalar by head", "heads of 512", NO_VALUES

@@ -65,6 +65,7 @@ FEATURES = {  # those that select other kernels in the order of records
     "an offset": Feature(dict(query_offset="B")),
     "key lengths": Feature(dict(key_value_seq_lengths="B")),
     "sinks": Feature(dict(sinks="N")),
+    "decoding": Feature(is_in=split_kv.is_decoding),  # by its sizes
     "values of keys": Feature(
         make=lambda x: dict(value=None), options=dict(value_size=6), is_in=reads_keys_alone
     ),

@@ -35,9 +35,9 @@ SECONDS = 40  # estimated time of a process on a GPU, nearly all of it to compil
 Sizes = list[tuple[int, int]]  # head sizes of queries and keys, and of values
 # the last two fields of a Case: those that most calls need, and all
 SHORT = [(True, None), (False, None), (None, "decoding")]
-# each alone; what few calls have is checked where one has it
-SELDOM = "values of keys", "dropout", "the largest logits"
-EXTRAS = [n for n, each in specs.FEATURES.items() if each.is_in and n not in SELDOM]
+# not among EXTRAS, each of which is run alone; the last two are checked where a call has them
+OTHERS = "decoding", "dropout", "values of keys", "the largest logits"
+EXTRAS = [n for n, each in specs.FEATURES.items() if each.is_in and n not in OTHERS]
 SCHEMES = [
     *SHORT,
     *itertools.product((True, False), ["dropout"]),
@@ -53,20 +53,23 @@ class Case(NamedTuple):
     value_size: int
     dtype: str
     deterministic: bool | None
-    extra: str | None  # one of specs.FEATURES, or decoding, or forward mode
+    extra: str | None  # one of specs.FEATURES, or forward mode
 
     def problem(self) -> Problem:
         """The problem that has the case's kernels. Raises NotImplementedError, which says why this
         machine cannot run it."""
-        queries = 1 if self.extra == "decoding" else LENGTH
-        sizes = dict(head_size=self.head_size, value_size=self.value_size)
-        sizes |= dict(batch=1, queries=queries, keys=LENGTH, heads=2, kv_heads=2, sinks=False)
+        sizes = self.sizes() | dict(head_size=self.head_size, value_size=self.value_size)
         names = [self.extra] if self.extra in specs.FEATURES else []
         call, _ = specs.make_call(sizes, self.dtype, names)
         call |= dict(implementation=self.implementation, deterministic=self.deterministic)
         problem = checks.from_shapes(lambda call: arguments.normalise(call)[0], Call(**call))
         selection.first(problem, self.implementation)  # raises where it cannot run
         return problem
+
+    def sizes(self, batch: int = 1, length: int = LENGTH, heads: int = 2) -> dict[str, int]:
+        queries = 1 if self.extra == "decoding" else length
+        lengths = dict(batch=batch, queries=queries, keys=length)
+        return lengths | dict(heads=heads, kv_heads=heads, sinks=False)
 
     def on_trial(self) -> Implementation:
         return implementations.find(self.implementation)
@@ -218,10 +221,8 @@ def _measure(case: Case, ready: Callable[[], None]) -> Finding:
     size, problem, implementation = setting(case), case.problem(), case.on_trial()
     sizes = size.checked or comparison.all_sizes(problem, **case.entry.sizes)
     check = comparison.check(implementation, problem, sizes, case.entry)
+    timed = comparison.make(problem, case.sizes(*size.timed))
     is_decoding = case.extra == "decoding"
-    batch, length, heads = size.timed
-    sizes = dict(batch=batch, queries=1 if is_decoding else length, keys=length)
-    timed = comparison.make(problem, sizes | dict(heads=heads, kv_heads=heads, sinks=False))
     results = comparison.forward_results if is_decoding else case.entry.results
     start = time.perf_counter()
     program = comparison.program(implementation, implementation.tiles(problem), results, *timed)

@@ -18,7 +18,6 @@ from pallas_flash.choose.selfcheck.outcome import Verdict
 from pallas_flash.jax_support import hardware, options
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.implementation import Implementation
-from pallas_flash.tiled import split_kv
 
 LIMIT = 300  # seconds; kernels that run longer hang
 CRASHES = 2  # checks that ended with their process: one may have been killed, by a scheduler say
@@ -112,13 +111,8 @@ def variant_of(
     problem = entry.convert(implementation, problem)
     # other entry points have no backward
     in_any_order = entry is FLASH_ATTENTION and implementation.adds_in_any_order(problem)
-    options = {
-        "decoding": split_kv.is_decoding(problem),
-        **dict.fromkeys(specs.variants(problem), True),
-        entry.name: entry.name,
-    }
-    names = [name for name, has_it in options.items() if has_it]
-    scheme = ", ".join(["in any order" if in_any_order else "deterministic", *names])
+    order = "in any order" if in_any_order else "deterministic"
+    scheme = ", ".join(filter(None, [order, *specs.variants(problem), entry.name]))
     return Variant(implementation.name, *comparison.widths(problem).values(), problem.dtype, scheme)
 
 
