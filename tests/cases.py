@@ -139,6 +139,7 @@ def lists(rng, z, block, query_block, L=1, n=3, B=None):
     return indices, block, query_block
 
 
+BESIDE_LISTS = dict(rule=lambda b, h, q, k: (q + h) % 3 != k % (b + 2), query_offset=5)
 # Lists of keys, alone and beside what else hides keys: (rng, sizes) -> arguments. `lists` stands
 # for masks.KeyLists. An entry of TABLES names 64 pairs of a query and a key or more, one of
 # GATHERED fewer.
@@ -160,11 +161,7 @@ TABLES = {
     "lists, sequences": lambda rng, z: dict(
         lists=lists(rng, z, 16, 4, z.K, 4), is_causal=True, **_varlen(rng, z)
     ),
-    "lists, a rule": lambda rng, z: dict(
-        lists=lists(rng, z, 16, 16, n=2),
-        rule=lambda b, h, q, k: (q + h) % 3 != k % (b + 2),
-        query_offset=5,
-    ),
+    "lists, a rule": lambda rng, z: dict(lists=lists(rng, z, 16, 16, n=2), **BESIDE_LISTS),
 }
 GATHERS = ("reference", "blockwise")  # the implementations that take those
 GATHERED = {
@@ -180,9 +177,7 @@ GATHERED = {
         lists=lists(rng, z, 3, 8, z.N, 5), local_window_size=(9, 4), **_varlen(rng, z)
     ),
     "lists of 32 keys, a rule": lambda rng, z: dict(
-        lists=lists(rng, z, 32, 1, z.N, 3),
-        rule=lambda b, h, q, k: (q + h) % 3 != k % (b + 2),
-        query_offset=5,
+        lists=lists(rng, z, 32, 1, z.N, 3), **BESIDE_LISTS
     ),
 }
 
@@ -247,20 +242,7 @@ KINDS = {
 }
 
 # Axes of [B, N, T, S] that a bias or mask has; the others are 1, a leading "." leaves an axis out.
-BROADCASTS = (
-    "BNTS",
-    "1NTS",
-    "B1TS",
-    "11TS",
-    "BN1S",
-    "B11S",
-    "BNT1",
-    "1N11",
-    "1111",
-    "..TS",
-    ".NT1",
-    "...S",
-)
+BROADCASTS = tuple("BNTS 1NTS B1TS 11TS BN1S B11S BNT1 1N11 1111 ..TS .NT1 ...S".split())
 
 
 def sequence_ends(numbers):

@@ -7,7 +7,7 @@ import gpu_interpreter
 import numpy as np
 import oracle
 import pytest
-from cases import normal
+from cases import Sizes, qkv
 from check import TOLERANCE, close
 
 from pallas_flash.tiled import quantised, split_kv
@@ -26,8 +26,7 @@ def implementation(request):
 
 
 def arrays(rng, T, S, dtype="float32", head=H, value=HV, heads=N):
-    shapes = (B, T, heads, head), (B, S, K, head), (B, S, K, value)
-    return [normal(rng, *shape, dtype=dtype) for shape in shapes]
+    return qkv(rng, Sizes(B, T, S, heads, K, head, value), dtype)
 
 
 def calls(request) -> int:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 import pallas_flash.__main__
+from pallas_flash import explain, flash_attention
 from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.problem.arguments import Gradients
@@ -22,6 +23,14 @@ VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
 QUERY = np.random.default_rng(0).normal(size=(4, 8, 2, 16)).astype(np.float32)
 TINY = comparison.SIZES | dict(batch=1, queries=67, keys=131, heads=2, kv_heads=1)
 REFERENCE = implementations.REFERENCE
+
+
+def call(q=QUERY, **kw):
+    return flash_attention(q, q, q, is_causal=True, **kw)
+
+
+def explained(**kw):
+    return explain(QUERY, QUERY, QUERY, is_causal=True, **kw)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """scripts/benchmark.py as its user meets it: its tables and files, peers that are absent, wrong or
 raise, and its arguments."""
 
+import importlib
 import json
 import pathlib
 import re
@@ -325,27 +326,36 @@ def test_nvidia_smi_that_does_not_answer_is_no_end(monkeypatch):
 # ---- arguments ----
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--implementations fast", "got 'fast'. Or one of jax.nn/xla"),
-        (
-            "--implementations 'hopper slow'",
-            "nothing, deterministic, fused or varlen; got 'hopper slow'.",
-        ),
-        ("--implementations 'hopper: dq'", "as dq.stages=2, fused.block_q=64; got 'dq'."),
-        ("--heads 3 --kv-heads 2", "--heads must be a multiple of --kv-heads; got 3 and 2."),
-        ("--lengths 0", "must be at least 1; got 0"),
-        (
-            "--cases suite --full --heads 2",
-            "the suite has its own shapes; leave out --heads, --causal or --full",
-        ),
-    ],
-)
-def test_a_wrong_argument_is_explained(capsys, arguments, message):
-    with pytest.raises(SystemExit, match="2"):
-        benchmark.main(shlex.split(arguments))
-    assert message in capsys.readouterr().err
+WRONG = {  # arguments: what is said
+    "benchmark --implementations fast": "got 'fast'. Or one of jax.nn/xla",
+    "benchmark --implementations 'hopper slow'": (
+        "nothing, deterministic, fused or varlen; got 'hopper slow'."
+    ),
+    "benchmark --implementations 'hopper: dq'": "as dq.stages=2, fused.block_q=64; got 'dq'.",
+    "benchmark --heads 3 --kv-heads 2": ("--heads must be a multiple of --kv-heads; got 3 and 2."),
+    "benchmark --lengths 0": "must be at least 1; got 0",
+    "benchmark --cases suite --full --heads 2": (
+        "the suite has its own shapes; leave out --heads, --causal or --full"
+    ),
+    "experiments forward": "NAME must be one of backward-16384, ",
+    "experiments --dry --once": "argument --once: not allowed with argument --dry",
+    "experiments": "experiments.py: error: there is no GPU here; --dry goes without.",
+    "tune --sweep block_k=fast": (
+        "must be FIELD=VALUE,VALUE with whole numbers, as block_k=64,128; got 'block_k=fast'"
+    ),
+    "tune --full --window 3": "--window is causal; leave out --full.",
+    "tune --implementation blockwise": "invalid choice: 'blockwise'",
+    "tune": "tune.py: error: there is no GPU here to tune for",
+}
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_a_wrong_argument_is_explained(typed, capsys):
+    script, *arguments = shlex.split(typed)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"scripts.{script}").main(arguments)
+    code, printed = ended.value.code, capsys.readouterr().err
+    assert WRONG[typed] in (printed if code == 2 else code) and "\n" not in str(code)
 
 
 def test_a_machine_and_a_list_of_cases_have_their_defaults(as_on_a_gpu, monkeypatch):

@@ -82,24 +82,6 @@ def test_what_raises_is_printed_and_the_others_go_on(small, capsys, monkeypatch)
     assert "not run" in left_out and "a peer, which is installed" in peer
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["forward"], "NAME must be one of backward-16384, "),
-        (["--dry", "--once"], "argument --once: not allowed with argument --dry"),
-    ],
-)
-def test_a_wrong_argument_is_explained(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        experiments.main(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_what_goes_without():
-    with pytest.raises(SystemExit, match=r"^experiments\.py: error: there is no GPU here; --dry"):
-        experiments.main([])
-
-
 # ---- the experiments ----
 
 

@@ -165,20 +165,24 @@ def test_the_tables_have_every_row():
     assert all(f"* {line}\n" in FILE.read_text() for line in exceptions())
 
 
-@pytest.mark.parametrize("implementation", [*EXPLAINED, *RUN_HERE])
-def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(implementation):
+def skip_without_mosaic(implementation):
     if implementation in EXPLAINED and jax.__version_info__ < (0, 11, 2):
         pytest.skip("its kernels need jax 0.11.2")
+
+
+@pytest.mark.parametrize("implementation", [*EXPLAINED, *RUN_HERE])
+def test_what_an_implementation_refuses_is_refused_in_the_words_of_the_table(implementation):
+    skip_without_mosaic(implementation)
     said = {name: row[implementation] for name, row in stated("a call with").items()}
     assert refused(implementation) == {k: v for k, v in said.items() if v not in (YES, ACCEPTED)}
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
 @pytest.mark.parametrize("feature", whole_but(FEATURES, "`bias`"))
 @pytest.mark.parametrize("implementation", INTERPRETED)
 def test_a_feature_that_an_interpreted_implementation_takes_is_right_by_itself(
     implementation, feature
 ):
+    skip_without_mosaic(implementation)
     if stated("a call with")[feature][implementation] == YES:
         alone(implementation, feature)
 
@@ -191,8 +195,7 @@ CHEAP += [(name, "blockwise") for name in [*decoding.DECODING][:3]]
 
 @pytest.mark.parametrize(("name", "implementation"), whole_but(OVER_CACHES, *CHEAP))
 def test_a_call_over_caches_is_right_as_the_table_says(name, implementation):
-    if implementation in EXPLAINED and jax.__version_info__ < (0, 11, 2):
-        pytest.skip("its kernels need jax 0.11.2")
+    skip_without_mosaic(implementation)
     said = stated("a call over")[name][implementation]
     assert decoding.verdict(name, implementation, supported(implementation)) == said
 
@@ -230,8 +233,8 @@ def test_all_features_together_are_on_several_devices_what_they_are_on_one(
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="its kernels need jax 0.11.2")
 def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
+    skip_without_mosaic("hopper")
     used, reasons = arrays("bfloat16"), {*refused("hopper"), GATHERED}
     for together in TOGETHER:
         call = Call("hopper", tuple(name for name in together if name not in reasons))
@@ -239,9 +242,9 @@ def test_hopper_lowers_all_that_it_takes_with_64_bits_and_strict_promotion():
             jax.jit(call.gradients).trace(used).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="Mosaic's kernels need jax 0.11.2")
 @pytest.mark.parametrize("gpu", ["A100-80GB", "RTX-4090", "RTX-5090", "H100", "B200"])
 def test_without_jaxs_triton_every_call_of_16_bits_has_kernels_on_every_gpu(gpu, monkeypatch):
+    skip_without_mosaic("hopper")
     monkeypatch.setattr(implementations.TRITON, "why_no_import", "this jax has no Triton")
 
     def taken(dtype, features):

@@ -13,25 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from check import close
+from fakes import call, explained
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_flash
-from pallas_flash import explain, flash_attention
+from pallas_flash import flash_attention
 from pallas_flash.choose.selfcheck import records, trial, verdicts
 from pallas_flash.context_parallel import Ring
 from pallas_flash.jax_support import jax_internals, options
 from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 
 pytestmark = pytest.mark.usefixtures("verdict_folder")
-
-
-def call(q=fakes.QUERY, **kw):
-    return flash_attention(q, q, q, is_causal=True, **kw)
-
-
-def explained(**kw):
-    return explain(fakes.QUERY, fakes.QUERY, fakes.QUERY, is_causal=True, **kw)
 
 
 def taken(**kw) -> str:
@@ -194,22 +187,6 @@ def test_what_could_not_be_checked_is_not_wrong_and_is_checked_again(
     ] == ["honest"]
     call()
     assert checked == ["late", "honest", "late", "late"] and taken() == "late"
-
-
-def test_what_the_compiler_refuses_is_recorded_and_not_compiled_in_every_process(install, checked):
-    def forward(*_):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 107008\nand so on"
-        )
-
-    for _ in range(2):
-        install(fakes.fake("wide", forward))
-        with pytest.warns(
-            RuntimeWarning,
-            match="wide.*: wrong on this machine: the compiler rejects it: .*107008. Falling",
-        ):
-            call()
-    assert checked == ["wide"]
 
 
 def test_the_limit_is_for_kernels_that_run_and_not_for_their_compiler(install, monkeypatch):

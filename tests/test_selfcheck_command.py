@@ -132,14 +132,6 @@ def test_it_checks_the_order_in_which_a_call_adds_by_default(length, flags, monk
     assert variant.scheme.startswith("deterministic" if flags else "in any order")
 
 
-def test_what_the_machine_lacks_is_the_reason_that_is_told():
-    with gpu_code.as_if_on(GPUS["A100-80GB"]):
-        found, refused = trial.cases(["hopper"], None, ["float16", "float32"], True)
-    assert not found and (
-        "compute capability 9.0" in refused["hopper"] or jax.__version__ in refused["hopper"]
-    )
-
-
 def test_the_command_says_what_is_taken_and_why_not_the_others(capsys, monkeypatch):
     monkeypatch.setattr(trial, "in_a_process", lambda case, limit: trial.Finding(verdicts.TRUSTED))
     monkeypatch.setattr(hardware, "compute_capability", lambda: None)

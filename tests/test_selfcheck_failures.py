@@ -11,8 +11,8 @@ import sys
 import fakes
 import jax
 import pytest
+from fakes import call, explained
 
-from pallas_flash import explain, flash_attention
 from pallas_flash.choose.selfcheck import (
     attempts,
     comparison,
@@ -27,14 +27,6 @@ pytestmark = pytest.mark.usefixtures("verdict_folder")
 NAME = "CUDA_ERROR_"
 ILLEGAL = f"INTERNAL: Failed to synchronize: {NAME}ILLEGAL_ADDRESS: an illegal memory access"
 PTXAS = "INTERNAL: ptxas exited with non-zero error code 65280, output: ptxas"
-
-
-def call(q=fakes.QUERY):
-    return flash_attention(q, q, q, is_causal=True)
-
-
-def explained():
-    return explain(fakes.QUERY, fakes.QUERY, fakes.QUERY, is_causal=True)
 
 
 # ---- errors ----
@@ -246,16 +238,17 @@ def test_what_is_no_attempt_counts_as_none(tmp_path):
 
 CRASHES = """
 import fakes
-from pallas_flash import flash_attention
 
 fakes.install(setattr, fakes.fake("crasher"), fakes.fake("honest"))
-flash_attention(*[fakes.QUERY] * 3, is_causal=True)
+fakes.call()
 """
 
 
+FOLDERS = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+
+
 def crash() -> str:
-    folders = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    environment = os.environ | dict(PYTHONPATH=folders)
+    environment = os.environ | dict(PYTHONPATH=FOLDERS)
     run = [sys.executable, "-c", CRASHES]
     found = subprocess.run(run, env=environment, capture_output=True, text=True)
     assert found.returncode == -signal.SIGABRT
@@ -321,8 +314,7 @@ def refused(*_):
 def test_processes_of_a_job_compare_what_they_found():
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-    folders = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
-    env = os.environ | dict(PYTHONPATH=folders, JAX_PLATFORMS="cpu")
+    env = os.environ | dict(PYTHONPATH=FOLDERS, JAX_PLATFORMS="cpu")
     run = lambda me: [sys.executable, "-c", PROCESS, address, str(me)]
     started = [
         subprocess.Popen(run(me), env=env, stdout=subprocess.PIPE, text=True) for me in (0, 1)

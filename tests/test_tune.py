@@ -89,32 +89,6 @@ def test_tiles_of_any_form_are_swept():
     assert tried == [flat, Flat(64, 32), Flat(64, 32, True), Flat(64, 128, True)]
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            "--sweep block_k=fast",
-            "must be FIELD=VALUE,VALUE with whole numbers, as block_k=64,128; got 'block_k=fast'",
-        ),
-        ("--full --window 3", "--window is causal; leave out --full."),
-        ("--implementation blockwise", "invalid choice: 'blockwise'"),
-    ],
-)
-def test_a_wrong_argument_is_explained(capsys, arguments, message):
-    with pytest.raises(SystemExit, match="2"):
-        run(arguments)
-    assert message in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_so_in_one_line():
-    with pytest.raises(SystemExit) as ended:
-        tune.main([])
-    assert (
-        ended.value.code.startswith("tune.py: error: there is no GPU here to tune for")
-        and "\n" not in ended.value.code
-    )
-
-
 def test_an_implementation_that_cannot_run_the_shape_says_why():
     with pytest.raises(
         SystemExit,

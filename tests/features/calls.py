@@ -191,11 +191,16 @@ EXPLAINED = {"hopper": "H200", "blackwell": "B200", "ampere": "A100-80GB"}
 INTERPRETED = ("blackwell",)
 
 
+def on_its_gpu(implementation: str):
+    """The context in which `explain` is asked."""
+    gpu = EXPLAINED.get(implementation)
+    return as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext()
+
+
 def refused(implementation: str) -> dict[str, str]:
     """The features that an implementation refuses, and why."""
     x, reasons = inputs(implementation), {}
-    gpu = EXPLAINED.get(implementation)
-    with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
+    with on_its_gpu(implementation):
         for feature in FEATURES:
             arguments = Call(implementation, (feature,)).arguments(x)
             try:

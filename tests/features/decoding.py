@@ -1,7 +1,6 @@
 """Calls over caches and over parts of the keys: what runs each, what explains it, and what it must
 equal."""
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +9,8 @@ import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
-from features.calls import EXPLAINED, INTERPRETED, assert_equal, reason
+from cases import Sizes, qkv
+from features.calls import EXPLAINED, INTERPRETED, assert_equal, on_its_gpu, reason
 
 from pallas_flash import (
     explain,
@@ -20,9 +20,7 @@ from pallas_flash import (
     merge_attention,
     paged_attention,
 )
-from pallas_flash.accounting import GPUS
 from pallas_flash.tiled import quantised
-from scripts.bench.gpu_code import as_if_on
 
 B, N, K, H, HV, PAGE, PAGES = 2, 4, 2, 64, 64, 16, 144
 S = PAGE * PAGES  # so many that "blockwise" reads them in place
@@ -43,9 +41,7 @@ class Case(NamedTuple):
 
 def arrays(dtype, T=1, size=H):
     """query, key, value."""
-    rng = np.random.default_rng(0)
-    shapes = (B, T, N, size), (B, S, K, size), (B, S, K, HV)
-    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    return map(jnp.asarray, qkv(np.random.default_rng(0), Sizes(B, T, S, N, K, size, HV), dtype))
 
 
 TABLE = np.random.default_rng(1).permutation(B * PAGES).astype(np.int32).reshape(B, PAGES)
@@ -152,10 +148,10 @@ COPIES, REGULAR = ", of a copy", ", by the regular forward"
 def verdict(name: str, implementation: str, supported: str) -> str:
     """`supported` and how, or why an implementation refuses the call. It is run unless it is only
     explained, for a GPU."""
-    gpu, is_run = EXPLAINED.get(implementation), implementation not in {*EXPLAINED} - {*INTERPRETED}
-    case = DECODING[name]("bfloat16" if gpu else "float32")
+    is_run = implementation not in {*EXPLAINED} - {*INTERPRETED}
+    case = DECODING[name]("bfloat16" if implementation in EXPLAINED else "float32")
     try:
-        with as_if_on(GPUS[gpu]) if gpu else contextlib.nullcontext():
+        with on_its_gpu(implementation):
             found = case.explain(**case.arguments, implementation=implementation)
         if is_run:
             static = {n: x for n, x in case.arguments.items() if x is None or isinstance(x, int)}

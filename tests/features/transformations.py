@@ -64,9 +64,18 @@ def _gradient_of_loops(call, x):
     return _loop(lambda call, x: _loop(Call.gradients)(call, x))(call, x)
 
 
-def _jacobian(call, x):
-    learned, rest = call.split(x)
-    return jax.jit(jax.jacrev(lambda learned: call(learned | rest)[0][0, -1, 0, :2]))(learned)
+def _learned(f):
+    """Of the call as a function of the arrays with a gradient, and these arrays."""
+
+    def run(call, x):
+        learned, rest = call.split(x)
+        of = lambda method: lambda learned: method(call, learned | rest)
+        return jax.jit(lambda learned: f(of, learned))(learned)
+
+    return run
+
+
+_jacobian = _learned(lambda of, x: jax.jacrev(lambda x: of(Call.__call__)(x)[0][0, -1, 0, :2])(x))
 
 
 def _forward_mode(call, x):
@@ -84,31 +93,20 @@ def _along(f, x):
     return jax.jvp(f, (x,), (jax.tree.map(jnp.cos, x),))[1]
 
 
-def _forward(call, x):
-    learned, rest = call.split(x)
-    return jax.jit(lambda a: _along(lambda a: call(a | rest), a))(learned)
+_forward = _learned(lambda of, x: _along(of(Call.__call__), x))
+_reverse_over_forward = _learned(lambda of, x: jax.grad(lambda x: _along(of(Call.loss), x))(x))
+_forward_over_reverse = _learned(lambda of, x: _along(of(Call.gradients), x))
 
 
-def _reverse_over_forward(call, x):
-    learned, rest = call.split(x)
-    along = lambda a: _along(lambda a: call.loss(a | rest), a)
-    return jax.jit(jax.grad(along))(learned)
+@_learned
+def _reverse_over_reverse(of, x):
+    cosines = jax.tree.map(jnp.cos, x)
 
+    def loss(x):
+        products = jax.tree.map(jnp.vdot, of(Call.gradients)(x), cosines)
+        return sum(jax.tree.leaves(products))
 
-def _forward_over_reverse(call, x):
-    learned, rest = call.split(x)
-    gradients = lambda learned: call.gradients(learned | rest)
-    return jax.jit(lambda a: _along(gradients, a))(learned)
-
-
-def _reverse_over_reverse(call, x):
-    learned, rest = call.split(x)
-
-    def loss(learned, cosines):
-        gradients = call.gradients(learned | rest)
-        return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradients, cosines)))
-
-    return jax.jit(jax.grad(loss))(learned, jax.tree.map(jnp.cos, learned))
+    return jax.grad(loss)(x)
 
 
 def _layers(in_scan):
@@ -131,14 +129,11 @@ def _layers(in_scan):
     return run
 
 
-def _checkpoint(call, x):
-    learned, rest = call.split(x)
-    policy = jax.checkpoint_policies.save_only_these_names(
-        "flash_attention_out", "flash_attention_lse"
-    )
-    return jax.jit(
-        jax.grad(jax.checkpoint(lambda learned: call.loss(learned | rest), policy=policy))
-    )(learned)
+@_learned
+def _checkpoint(of, x):
+    names = "flash_attention_out", "flash_attention_lse"
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return jax.grad(jax.checkpoint(of(Call.loss), policy=policy))(x)
 
 
 def _export(call, x):

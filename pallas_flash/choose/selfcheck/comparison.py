@@ -50,7 +50,7 @@ def make(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, tu
     """A problem of these sizes, its operands, and the cotangents of o and lse."""
     p, rate = problem, problem.dropped / dropout.LEVELS
     variant = p.dtype, specs.variants(p)
-    call, cotangents = specs.make_call(widths(p) | sizes, *variant, dropout_rate=rate)
+    call, cotangents = specs.make_call(widths(p) | sizes, *variant, rate=rate)
     small, operands = arguments.normalise(Call(**call, deterministic=p.deterministic))
     return small, *jax.device_put((operands, cotangents))
 

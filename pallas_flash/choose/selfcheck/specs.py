@@ -14,17 +14,16 @@ from pallas_flash.tiled import split_kv
 
 INPUTS = dict(query="BTNH", key="BSKH", value="BSKV")
 # sizes of a problem
-SIZES = dict(B="batch", T="queries", S="keys", N="heads", K="kv_heads")
-SIZES |= dict(H="head_size", V="value_size")
+SIZES = "batch queries keys heads kv_heads head_size value_size".split()
 
 
 class Feature(NamedTuple):
     """One thing that a call may have."""
 
     arrays: dict[str, str] = {}  # its arrays, with the letters of their axes
-    # the arguments of flash_attention that they make; None: they are arguments themselves
+    # the arguments of flash_attention, from all arrays and from what else is given by name; None:
+    # the arrays are arguments themselves
     make: Callable[[dict], dict] | None = None
-    options: dict[str, Any] = {}  # further arguments, and their values unless a call has others
     # whether a problem has it, where it selects other kernels
     is_in: Callable[[Problem], bool] | None = None
 
@@ -60,30 +59,29 @@ def reads_keys_alone(problem: Problem) -> bool:
 
 
 FEATURES = {  # those that select other kernels in the order of records
-    "causal": Feature(options=dict(is_causal=True)),
-    "a window": Feature(options=dict(local_window_size=(16, 9))),
+    "causal": Feature(make=lambda x: dict(is_causal=True)),
+    "a window": Feature(make=lambda x: dict(local_window_size=x.get("window", (16, 9)))),
     "an offset": Feature(dict(query_offset="B")),
     "key lengths": Feature(dict(key_value_seq_lengths="B")),
     "sinks": Feature(dict(sinks="N")),
     "decoding": Feature(is_in=split_kv.is_decoding),  # by its sizes
     "values of keys": Feature(
-        make=lambda x: dict(value=None), options=dict(value_size=6), is_in=reads_keys_alone
+        make=lambda x: dict(value=None, value_size=x.get("value_size", 6)), is_in=reads_keys_alone
     ),
     "dropout": Feature(
-        make=lambda x: dict(dropout_rng=jax.random.key(0)),
-        options=dict(dropout_rate=0.25),
+        make=lambda x: dict(dropout_rate=x.get("rate", 0.25), dropout_rng=jax.random.key(0)),
         is_in=lambda p: p.dropped > 0,
     ),
     "the largest logits": Feature(
-        options=dict(return_max_logits=True), is_in=lambda p: p.max_logits
+        make=lambda x: dict(return_max_logits=True), is_in=lambda p: p.max_logits
     ),
     "a rule": Feature(
-        options=dict(mask=RULE), is_in=lambda p: p.resolved_mask.mask_mod is not None
+        make=lambda x: dict(mask=RULE), is_in=lambda p: p.resolved_mask.mask_mod is not None
     ),
     "a mask": Feature(dict(mask="B1TS"), is_in=lambda p: p.mask is not None),
     "a bias": Feature(dict(bias="1NTS"), is_in=lambda p: p.bias is not None),
     "a score_mod": Feature(
-        options=dict(score_mod=far_is_less), is_in=lambda p: p.score is not None
+        make=lambda x: dict(score_mod=far_is_less), is_in=lambda p: p.score is not None
     ),
     "arrays of a score_mod": Feature(
         make=lambda x: dict(score_mod=reads_arrays()),
@@ -91,7 +89,7 @@ FEATURES = {  # those that select other kernels in the order of records
     ),
     # near the logits
     "a soft cap": Feature(
-        options=dict(logits_soft_cap=2.0), is_in=lambda p: p.soft_cap is not None
+        make=lambda x: dict(logits_soft_cap=2.0), is_in=lambda p: p.soft_cap is not None
     ),
     "segment ids": Feature(
         dict(query_segment_ids="BT", key_value_segment_ids="BS"),
@@ -125,22 +123,21 @@ def draw(letters: dict[str, str], sizes: dict[str, int], rng, dtype: str) -> dic
     return found
 
 
-def arguments(features: Iterable[Feature], x: dict[str, Any], **options) -> dict[str, Any]:
+def arguments(features: Iterable[Feature], x: dict[str, Any]) -> dict[str, Any]:
     """The arguments of flash_attention, from arrays by name; masks are joined by &."""
     found = {name: x[name] for name in INPUTS if name in x}
     for each in features:
         more = each.make(x) if each.make else {name: x[name] for name in each.arrays}
-        more |= {name: options.get(name, value) for name, value in each.options.items()}
         if "mask" in found and "mask" in more:
             more |= dict(mask=found["mask"] & more["mask"])
         found |= more
     return found
 
 
-def make_call(sizes: dict[str, int], dtype: str, names: Iterable[str], **options) -> tuple:
+def make_call(sizes: dict[str, int], dtype: str, names: Iterable[str], **given) -> tuple:
     """The arguments of flash_attention with features of these names, masked at both ends of the
     keys, and the cotangents of o and lse. With sinks, more of the ends differ by row."""
-    by_letter = {letter: sizes[name] for letter, name in SIZES.items()}
+    by_letter = dict(zip("BTSNKHV", (sizes[name] for name in SIZES), strict=True))
     B, T, S, sinks = (sizes[name] for name in ("batch", "queries", "keys", "sinks"))
     ends = "key lengths", "an offset", *(("a window", "sinks") if sinks else ["causal"])
     features = {name: FEATURES[name] for name in (*ends, *names)}
@@ -150,7 +147,8 @@ def make_call(sizes: dict[str, int], dtype: str, names: Iterable[str], **options
     rng, row = np.random.default_rng(0), np.arange(B, dtype=np.int32)
     # four documents in the first row; in the others the first continues behind the third
     ids = np.arange(S, dtype=np.int32) // -(-S // 4) % (4 - np.minimum(row, 1))[:, None]
-    given = dict(query_segment_ids=ids[:, S - T :], key_value_segment_ids=ids)
+    given |= dict(query_segment_ids=ids[:, S - T :], key_value_segment_ids=ids)
+    given |= dict(window=(S // 2, 0), value_size=sizes["value_size"])
     given |= dict(query_offset=S - T - row if sinks else S - T)
     given |= dict(key_value_seq_lengths=S - S // 7 * row)
     if "lists of keys" in features:
@@ -160,5 +158,4 @@ def make_call(sizes: dict[str, int], dtype: str, names: Iterable[str], **options
         given |= dict(mask=rng.random((B, 1, T, S)) < (block + 1) % 3 / 2)
     rest = {name: axes for name, axes in needed.items() if name not in given}
     x = draw(rest, by_letter, rng, dtype) | given
-    options |= dict(local_window_size=(S // 2, 0), value_size=sizes["value_size"])
-    return arguments(features.values(), x, **options), (x["do"], x["dlse"])
+    return arguments(features.values(), x), (x["do"], x["dlse"])
