@@ -16,7 +16,6 @@ from pallas_flash.choose import implementations
 from pallas_flash.choose.selfcheck import comparison, records, trial, verdicts
 from pallas_flash.problem.arguments import Gradients
 from pallas_flash.problem.implementation import Implementation
-from pallas_flash.tiled.blockwise.implementation import blockwise_tangent
 
 GPU = records.Machine("Fake GPU", "1.2", "jax", "compilers", "sources")
 VARIANT = verdicts.Variant("honest", 64, 64, "float32", "deterministic")
@@ -105,46 +104,29 @@ FORWARDS = dict(
 )
 
 
-class Fake(Implementation):
-    """An implementation that runs everything, by these functions."""
-
-    platform = "gpu"
-    forward = backward = None  # each has its own
-
-    def __init__(self, name: str, forward, backward, by_kernel=None):
-        self.name, self.forward, self.backward, self.by_kernel = name, forward, backward, by_kernel
-
-    def why_not(self, problem):
-        return None
-
-    def tiles(self, problem):
-        return None
-
-    def has_tangent(self, tiles):
-        return self.by_kernel is not None
-
-    def tangent(self, problem, tiles, *args):
-        if self.by_kernel is None:
-            return blockwise_tangent(self.log_base(problem), problem, *args)
-        return self.by_kernel(problem, tiles, *args)
+def fake(
+    name: str, forward=None, backward=None, tangent=None, tiles=lambda problem: None
+) -> Implementation:
+    """An implementation with kernels that runs everything, by these functions."""
+    return changed(
+        REFERENCE,
+        name=name,
+        platform="gpu",
+        is_dense=False,
+        tiles=tiles,
+        forward=forward or FORWARDS[name],
+        backward=backward or (lie("key")[1] if name == "liar" else REFERENCE.backward),
+        has_tangent=lambda tiles: tangent is not None,
+        tangent=tangent,
+    )
 
 
-def fake(name: str, forward=None, backward=None, tangent=None) -> Implementation:
-    backward = backward or (lie("key")[1] if name == "liar" else REFERENCE.backward)
-    return Fake(name, forward or FORWARDS[name], backward, tangent)
-
-
-class WithTwoOrders(Fake):
+def with_two_orders(in_any_order=None, in_order=None) -> Implementation:
     """A family, "hopper_like", with a backward for each value of deterministic."""
-
-    def __init__(self, in_any_order=None, in_order=None):
-        right = REFERENCE.backward
-        backwards = {False: in_any_order or right, True: in_order or right}
-        backward = lambda problem, *args: backwards[problem.deterministic](problem, *args)
-        super().__init__("hopper_like", REFERENCE.forward, backward)
-
-    def tiles(self, problem):
-        return problem.deterministic
+    right = REFERENCE.backward
+    backwards = {False: in_any_order or right, True: in_order or right}
+    backward = lambda problem, *args: backwards[problem.deterministic](problem, *args)
+    return fake("hopper_like", REFERENCE.forward, backward, tiles=lambda p: p.deterministic)
 
 
 def changed(implementation: Implementation, **methods) -> Implementation:

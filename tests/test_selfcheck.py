@@ -104,7 +104,7 @@ REFUSED = "wrong on this machine: the compiler rejects it: .*no such layout"
 
 
 def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install, checked):
-    install(fakes.WithTwoOrders(in_any_order=refused))
+    install(fakes.with_two_orders(in_any_order=refused))
     gradient = lambda **kw: jax.jit(jax.grad(lambda q: jnp.sum(call(q, **kw))))
     gradient(deterministic=True)(fakes.QUERY)
     assert checked == ["hopper_like"] and explained(deterministic=True).condition is None
@@ -130,7 +130,7 @@ def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install
 
 
 def test_where_both_orders_of_the_backward_fail_the_next_family_runs(install, checked):
-    install(fakes.WithTwoOrders(refused, refused), "honest")
+    install(fakes.with_two_orders(refused, refused), "honest")
     with pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ") as told:
         call()
     assert [checked, taken(), len(told)] == [["hopper_like"] * 2 + ["honest"], "honest", 2]
@@ -146,7 +146,7 @@ def test_of_calls_that_share_keys_the_backward_in_order_runs_where_it_is_right(
     ran = []
     any_order = lambda *args: (ran.append("in any order"), fakes.REFERENCE.backward(*args))[1]
     in_order = lambda *args: (ran.append("in order"), fakes.REFERENCE.backward(*args))[1]
-    install(fakes.WithTwoOrders(any_order, taken or in_order))
+    install(fakes.with_two_orders(any_order, taken or in_order))
     attend = lambda q: flash_attention(q, fakes.QUERY, fakes.QUERY)
     gradient = jax.grad(lambda q: jnp.sum(jnp.sin(attend(q))))
     told = pytest.warns(RuntimeWarning, match="deterministic failed .* one call after another")

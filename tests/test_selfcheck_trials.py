@@ -114,6 +114,7 @@ FAULTS = {  # problem, its scheme behind "deterministic", a fault, sizes, what i
     **{
         extra: (BF16 | dict(extra=extra), f", {extra}", fault, ROWS, "o is off by")
         for extra, fault in {
+            "a rule": with_mask(mask_mod=None),
             "a mask": ignores("mask"),
             "a bias": ignores("bias"),
             "a score_mod": ignores("score"),
@@ -282,24 +283,18 @@ def test_a_trial_fills_each_slot_of_the_blackwell_kernels_again(size):
 ALL_KINDS = {block_types.EMPTY, block_types.PARTIAL, block_types.FULL}
 
 
-def test_a_mask_that_is_a_rule_is_a_variant_with_blocks_of_all_kinds_that_differ_by_head():
-    hopper, problem = (
-        table.HOPPER,
-        problem_of(dtype="bfloat16", mask=masks.Dilated(2)),
-    )
-    assert verdicts.variant_of(hopper, problem).scheme == "deterministic, a rule"
-    p, operands, _ = comparison.make(problem, comparison.SIZES)
+@pytest.mark.parametrize("extra", ["a rule", "a mask"])
+def test_a_mask_has_blocks_of_all_kinds_and_a_rule_others_for_each_head(extra):
+    p, operands, _ = comparison.make(problem_of(extra, "bfloat16"), comparison.SIZES)
     tiles = table.HOPPER.tiles(p).forward
-    sizes = p.batch, p.heads, p.queries, tiles.block_q, tiles.block_k
-    types = np.asarray(schedule.block_types(operands.resolved_mask, *sizes))
-    assert {*types.flat} == ALL_KINDS and len({head.tobytes() for head in types[0]}) > 1
-
-
-def test_a_mask_that_is_an_array_has_blocks_of_all_kinds():
-    p, operands, _ = comparison.make(problem_of("a mask", "bfloat16"), comparison.SIZES)
-    tiles = table.HOPPER.tiles(p).forward
-    sizes = p.queries, p.keys, tiles.block_q, tiles.block_k
-    assert {*np.asarray(block_types.from_array(operands.mask, *sizes)).flat} == ALL_KINDS
+    blocks = tiles.block_q, tiles.block_k
+    if extra == "a mask":
+        types = np.asarray(block_types.from_array(operands.mask, p.queries, p.keys, *blocks))
+    else:
+        sizes = p.batch, p.heads, p.queries, *blocks
+        types = np.asarray(schedule.block_types(operands.resolved_mask, *sizes))
+        assert len({head.tobytes() for head in types[0]}) > 1
+    assert {*types.flat} == ALL_KINDS
 
 
 PAGES = [
