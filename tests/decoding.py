@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import Sizes, qkv
+from cases import normal as normal
 from check import TOLERANCE, close
 
 from pallas_flash.tiled import quantised, split_kv
@@ -46,9 +47,11 @@ def pool(rng, page, lengths, pages=PAGES, sizes=(H, HV), dtype="float32", stored
     in theirs. The first `shared` pages are those of two rows. Where nobody looks, beyond the
     lengths and before `first`, pages or their scales are NaN, and the table has any numbers.
     `stored` may be one dtype of 8 bits for keys and one for values."""
-    table = rng.permutation(B * pages).astype(np.int32).reshape(B, pages)
+    count = len(lengths)
+    table = rng.permutation(count * pages).astype(np.int32).reshape(count, pages)
     table[1, : more.get("shared", 0)] = table[0, : more.get("shared", 0)]
-    first, is_read = np.broadcast_to(more.get("first", 0), B), np.zeros((B * pages + 1, page), bool)
+    first = np.broadcast_to(more.get("first", 0), count)
+    is_read = np.zeros((count * pages + 1, page), bool)
     for at, start, stop in zip(table, first, lengths, strict=True):
         token = np.arange(start, stop)
         is_read[at[token // page], token % page] = True
@@ -63,11 +66,12 @@ def pool(rng, page, lengths, pages=PAGES, sizes=(H, HV), dtype="float32", stored
             read = x.astype(np.float32) * scales[..., None]
             scales[~is_read] = np.nan
             call[f"{name}_scales"] = scales
-        rows.append(read[table].reshape(B, pages * page, K, size))
+        rows.append(read[table].reshape(count, pages * page, K, size))
         x[~is_read] = quantised.LARGEST[stored] if stored else np.nan
         call[f"{name}_pages"] = x
-    for at, start, stop, other in zip(table, first, lengths, (B * pages, -7, 10**6), strict=True):
-        at[-(-stop // page) :], at[: start // page] = other, B * pages
+    others = count * pages, -7, 10**6
+    for at, start, stop, other in zip(table, first, lengths, others, strict=False):
+        at[-(-stop // page) :], at[: start // page] = other, others[0]
     return call | dict(page_table=table, lengths=lengths), rows
 
 

@@ -9,7 +9,8 @@ import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Sizes, qkv
+from cases import Sizes, normal, qkv
+from decoding import pool
 from features.calls import EXPLAINED, INTERPRETED, assert_equal, on_its_gpu, reason
 
 from pallas_flash import (
@@ -39,18 +40,9 @@ class Case(NamedTuple):
     explain: Callable = explain_paged
 
 
-def arrays(dtype, T=1, size=H):
+def arrays(dtype, T=1):
     """query, key, value."""
-    return map(jnp.asarray, qkv(np.random.default_rng(0), Sizes(B, T, S, N, K, size, HV), dtype))
-
-
-TABLE = np.random.default_rng(1).permutation(B * PAGES).astype(np.int32).reshape(B, PAGES)
-
-
-def in_pages(x):
-    """[B, S, K, ...] as pages, where TABLE says."""
-    pages = x.reshape(B * PAGES, PAGE, *x.shape[2:])
-    return jnp.zeros_like(pages).at[TABLE.ravel()].set(pages)
+    return map(jnp.asarray, qkv(np.random.default_rng(0), Sizes(B, T, S, N, K, H, HV), dtype))
 
 
 def contiguous(dtype):
@@ -60,23 +52,14 @@ def contiguous(dtype):
     return Case(flash_attention, x, flash_attention, x, explain)
 
 
-def of_pages(query, key, value, *, stored=None, **options) -> Case:
+def paged(dtype, T=1, size=H, stored=None, **options) -> Case:
     """`stored` is a dtype of 8 bits."""
-    pages = dict(page_table=TABLE, lengths=LENGTHS) | options
-    for name, x in dict(k=key, v=value).items():
-        x, scale = (x, None) if stored is None or x is None else quantised.quantise(x, stored)
-        pages[f"{name}_pages"] = None if x is None else in_pages(x)
-        if scale is not None:
-            pages[f"{name}_scales"] = in_pages(scale)
-            taken = x.astype(jnp.float32) * scale[..., None]
-            key, value = (taken, value) if name == "k" else (key, taken)
+    rng = np.random.default_rng(0)
+    pages, (key, value) = pool(rng, PAGE, LENGTHS, PAGES, (size, HV), dtype, stored)
+    query = normal(rng, B, T, N, size, dtype=dtype)
     wide = query.astype(key.dtype)  # float32 beside what was stored in 8 bits
     plain = dict(query=wide, key=key, value=value, key_value_seq_lengths=LENGTHS)
-    return Case(paged_attention, dict(query=query, **pages), flash_attention, plain)
-
-
-def paged(dtype, stored=None):
-    return of_pages(*arrays(dtype), stored=stored)
+    return Case(paged_attention, dict(query=query) | pages | options, flash_attention, plain)
 
 
 def listed(dtype):
@@ -90,15 +73,15 @@ def listed(dtype):
 
 def latents(dtype):
     """Keys whose first columns are the values."""
-    query, key, _ = arrays(dtype, size=2 * HV)
-    case = of_pages(query, key, None, value_size=HV)
-    return case._replace(plain_arguments=case.plain_arguments | dict(value=key[..., :HV]))
+    case = paged(dtype, size=2 * HV, v_pages=None, value_size=HV)
+    plain = case.plain_arguments
+    return case._replace(plain_arguments=plain | dict(value=plain["key"][..., :HV]))
 
 
 def ragged(dtype):
     """A prompt beside a single token."""
-    query, key, value = arrays(dtype, T=6)
-    case = of_pages(query, key, value)
+    case = paged(dtype, T=6)
+    query = case.arguments["query"]
     packed = jnp.concatenate([query[0], query[1, :1]])
     plain = case.plain_arguments | dict(query_offset=LENGTHS - [6, 1], is_causal=True)
 
@@ -134,9 +117,7 @@ def parts(dtype):
 DECODING = {
     "few queries, many keys (split-KV)": contiguous,
     "`paged_attention`": paged,
-    "pages of int8": functools.partial(paged, stored=jnp.int8),
-    "pages of float8_e4m3fn": functools.partial(paged, stored=jnp.float8_e4m3fn),
-    "pages of float8_e5m2": functools.partial(paged, stored=jnp.float8_e5m2),
+    **{f"pages of {x}": functools.partial(paged, stored=x) for x in quantised.LARGEST},
     "pages of latents, `value_size`": latents,
     "pages, lists of single keys": listed,
     "pages, a prompt beside single tokens": ragged,
