@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from test_benchmark import SMALL, program, xla
 
+from pallas_flash import flash_attention
 from pallas_flash.choose import implementations
 from scripts.bench import cases, clock, machine, measure, peers, programs, report
 
@@ -106,6 +107,15 @@ def test_the_adapters_ask_all_for_the_same_attention(more):
     reasons = ["", "" if case.documents else "it is for documents"]
     reasons += ["it has no value size other than H" if case.Hv else ""]
     assert [row.reason for row in rows] == reasons and rows[0].status == "ok"
+
+
+def test_a_contender_has_the_features_of_a_case():
+    case = SMALL._replace(extras="a bias, a soft cap")
+    *qkv, _ = case.inputs()
+    arrays = case.extra_arrays()
+    found = peers.contender("blockwise").attend(case, *qkv, **arrays)
+    expected = flash_attention(*qkv, **arrays, is_causal=True, logits_soft_cap=2.0)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_contender_has_the_tiles_of_its_name(monkeypatch):
