@@ -41,6 +41,12 @@ ALL = dict(return_residual=True, return_max_logits=True)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
+def contiguous(implementation, window, q, k, v, **seen):
+    options = dict(implementation=implementation, local_window_size=window, **ALL)
+    return flash_attention(q, k, v, is_causal=True, **seen, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def paged(implementation, window, q, count, **call):
     options = dict(implementation=implementation, local_window_size=window, **ALL)
     return paged_attention(q, query_seq_lengths=count, **call, **options)
@@ -59,7 +65,7 @@ def decode_calls(draw):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_splits")
-def test_a_drawn_call_equals_the_oracle(implementation, request):
+def test_a_drawn_call_equals_the_oracle_with_pages_and_without(implementation, request):
     @settings(max_examples=calls(request), deadline=None, database=None)
     @given(decode_calls())
     def equals(call):
@@ -69,7 +75,12 @@ def test_a_drawn_call_equals_the_oracle(implementation, request):
         call, rows = pool(rng, page, lengths, shared=shared, first=first)
         q, at = normal(rng, B, T, N, H), seen(lengths, count)
         kw = at | (dict(local_window_size=window) if window else {})
-        equal_the_oracle(paged(implementation, window, q, count, **call), q, rows, 1e-6, **kw)
+        of_rows = {name: x for name, x in at.items() if name != "is_causal"}
+        for found in (
+            contiguous(implementation, window, q, *rows, **of_rows),
+            paged(implementation, window, q, count, **call),
+        ):
+            equal_the_oracle(found, q, rows, 1e-6, **kw)
 
     equals()
 
