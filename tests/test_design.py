@@ -2,7 +2,6 @@
 code does today."""
 
 import doctest
-import pathlib
 import re
 
 import jax
@@ -11,13 +10,13 @@ import oracle
 import pytest
 from cases import normal
 from pictures import assert_same
+from processes import ROOT
 
 from pallas_flash import explain, masks
 from pallas_flash.kernels.hopper import tile_sizes, tuning
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from scripts import draw_design
 
-ROOT = pathlib.Path(__file__).parents[1]
 DESIGN = ROOT / "docs" / "DESIGN.md"
 TEXT = DESIGN.read_text()
 PROSE = re.sub(r"```.*?```|`[^`\n]*`", "", TEXT, flags=re.S)

@@ -5,14 +5,13 @@ import ast
 import collections
 import functools
 import graphlib
-import pathlib
 
 import pytest
+from processes import ROOT
 
 import pallas_flash
 from pallas_flash.choose import implementations
 
-ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "pallas_flash"
 
 # Each folder may import from those after it; the modules on top stand between them.

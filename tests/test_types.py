@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import pathlib
 import pydoc
 import re
 import typing
@@ -11,6 +10,7 @@ import cases
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import ROOT
 
 from pallas_flash import (
     Options,
@@ -26,7 +26,6 @@ from pallas_flash.choose import implementations
 from pallas_flash.flax import FlashAttention, attention_fn
 from pallas_flash.problem.call import Implementation
 
-ROOT = pathlib.Path(__file__).parents[1]
 EXAMPLES = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
 TYPES = """
 from jax import Array
