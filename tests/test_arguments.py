@@ -37,6 +37,7 @@ UNEXPECTED = {
     "logits_dtype": "Leave logits_dtype out: logits are float32",
     "precision": "attention_fn=.*attention_fn. Leave precision out: float32",
     "attention_mask": r"mean mask\? Padding is bool \[B, 1, 1, S\], or pass key_value_seq_lengths",
+    "key_padding_mask": r"mean mask\? Padding is bool",
     "kv_lens": r"mean key_value_seq_lengths\?",
     "block_q": "Leave block_q out: tiles are chosen; explain says which",
     "block_size": r"mean mask=masks.KeyLists\(block_indices, block_size\)\?",
