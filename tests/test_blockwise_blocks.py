@@ -144,13 +144,17 @@ def test_blocks_that_run_at_a_time_have_no_more_scores_than_fit():
     assert [steps(4, 128, 192), steps(16, 128, 192), steps(4, 160, 8192)] == [6, 1, 1]
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
+
+
 @pytest.mark.parametrize("T, blocks", [(512, 4), (1024, 4), (2048, 8)])
 def test_a_block_of_forward_and_backward_is_some_two_dozen_fusions_to_compile(
-    T, blocks, monkeypatch
+    T, blocks, one_device
 ):
     """The passes of its formulas are 17: eight products with q k^T twice, two exponentials, two
     reductions, a mask and its maximum, dS, and the sums of dK and dV. The others take slices."""
-    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
     x = jax.ShapeDtypeStruct((1, T, 4, 64), jnp.float32)
     attend = functools.partial(flash_attention, is_causal=True, implementation="blockwise")
 
@@ -205,9 +209,8 @@ def test_equal_parts_are_no_more_than_asked_for():
     ],
 )
 def test_blockwise_has_less_in_memory_at_a_time_than_malloc_maps_anew_in_each_call(
-    B, T, N, K, H, is_causal, dtype, with_backward, monkeypatch
+    B, T, N, K, H, is_causal, dtype, with_backward, one_device
 ):
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     q, k = (jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (N, K))
     attend = lambda *qkv: flash_attention(*qkv, is_causal=is_causal, implementation="blockwise")
     run = jax.grad(lambda *qkv: attend(*qkv).sum(), (0, 1, 2)) if with_backward else attend
@@ -238,9 +241,8 @@ def test_queries_are_cut_where_a_mask_hides_much_or_their_scores_are_many(
 
 
 def test_a_forward_that_no_backward_follows_takes_more_heads_at_a_time_and_explain_says_so(
-    monkeypatch,
+    one_device,
 ):
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     for T, is_causal, batch, alone in ((224, True, 8, "all"), (256, False, 16, r"\d+")):
         x = jax.ShapeDtypeStruct((batch, T, 8, 64), jnp.float32)
         tiles = explain(x, x, x, is_causal=is_causal).tiles
@@ -333,9 +335,8 @@ def test_a_forward_of_few_queries_copies_a_block_of_keys_at_a_time_and_equals_th
 
 
 def test_a_text_alone_has_blocks_of_all_its_keys_and_a_chunk_behind_a_long_cache_loops(
-    monkeypatch,
+    one_device,
 ):
-    monkeypatch.setattr(tuning, "_is_one_device", lambda: True)
     q, k = (jax.ShapeDtypeStruct((1, n, 4, 64), jnp.float32) for n in (2048, 65536))
     find = lambda k, at: explain(q, k, k, is_causal=True, query_offset=at).tiles.block_k
     assert find(q, 0) == 2048

@@ -40,11 +40,20 @@ implementation = decoding.implementation
 # ---- which calls ----
 
 SHAPE = dict(T=1, S=4096, N=16, K=2)
-NOT_DECODING = {
-    "rows of more than a tile": dict(T=9),
-    "few keys": dict(S=255),
-    "a bias": dict(bias=jax.ShapeDtypeStruct((1, 4096), "float32")),
-    "dropout": dict(dropout_rate=0.5, dropout_rng=jax.ShapeDtypeStruct((2,), "uint32")),
+ARE_DECODING = {  # what is not SHAPE's: whether it is decoding
+    "one token": ({}, True),
+    "rows of a tile": (dict(T=8), True),
+    "masks and a soft cap": (
+        dict(is_causal=True, query_offset=4095, logits_soft_cap=3.0, local_window_size=(9, 0)),
+        True,
+    ),
+    "rows of more than a tile": (dict(T=9), False),
+    "few keys": (dict(S=255), False),
+    "a bias": (dict(bias=jax.ShapeDtypeStruct((1, 4096), "float32")), False),
+    "dropout": (
+        dict(dropout_rate=0.5, dropout_rng=jax.ShapeDtypeStruct((2,), "uint32")),
+        False,
+    ),
 }
 
 
@@ -56,24 +65,10 @@ def problem(T, S, N, K, batch=1, **kw):
     return explain(q, k, k, **kw).problem
 
 
-def test_a_few_tokens_against_many_keys_are_decoding():
-    assert split_kv.is_decoding(problem(**SHAPE)) and split_kv.is_decoding(
-        problem(**SHAPE | dict(T=8))
-    )
-    assert split_kv.is_decoding(
-        problem(
-            **SHAPE,
-            is_causal=True,
-            query_offset=4095,
-            logits_soft_cap=3.0,
-            local_window_size=(9, 0),
-        )
-    )
-
-
-@pytest.mark.parametrize("name", NOT_DECODING)
-def test_other_calls_are_not(name):
-    assert not split_kv.is_decoding(problem(**SHAPE | NOT_DECODING[name]))
+@pytest.mark.parametrize("name", ARE_DECODING)
+def test_a_few_tokens_against_many_keys_are_decoding_and_other_calls_are_not(name):
+    changes, is_decoding = ARE_DECODING[name]
+    assert split_kv.is_decoding(problem(**SHAPE | changes)) == is_decoding
 
 
 def test_explain_shows_the_parts():

@@ -52,6 +52,11 @@ def temporary_bytes(implementation, T, N, K=None, scheme=None):
     return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+
+
 def test_65536_tokens_take_less_than_300_megabytes():
     assert temporary_bytes("blockwise", 65536, 1) < 300e6
 
@@ -65,8 +70,7 @@ def test_4096_tokens_take_an_eighth_of_the_memory_of_jax_nn():
     assert temporary_bytes("blockwise", 4096, 4) <= temporary_bytes("jax.nn", 4096, 4) / 8
 
 
-def test_4096_tokens_take_70_megabytes_where_a_head_goes_at_a_time(monkeypatch):
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+def test_4096_tokens_take_70_megabytes_where_a_head_goes_at_a_time(one_device):
     program = compiled(ours("blockwise"), 4096, 4)
     assert program.memory_analysis().temp_size_in_bytes < 70e6
 
@@ -98,9 +102,8 @@ def attend_bytes(query, key, offset=None, gradient=False, **kw):
     ],
 )
 def test_a_chunk_behind_a_long_cache_takes_no_more_memory_where_its_offset_is_an_int(
-    T, S, N, K, H, mask, kw, monkeypatch
+    T, S, N, K, H, mask, kw, one_device
 ):
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     x = [jax.ShapeDtypeStruct((1, n, heads, H), jnp.float32) for n, heads in ((T, N), (S, K))]
     visible = dict(is_causal=True) if mask == "causal" else dict(local_window_size=(S // 2, 0))
     as_array = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -119,8 +122,7 @@ def test_a_chunk_behind_a_long_cache_takes_no_more_memory_where_its_offset_is_an
         (1, 4096, 4096, 16, dict(local_window_size=(256, 0), gradient=True)),
     ],
 )
-def test_no_call_in_16_bits_has_all_of_an_operand_in_float32(B, T, S, N, kw, dtype, monkeypatch):
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+def test_no_call_in_16_bits_has_all_of_an_operand_in_float32(B, T, S, N, kw, dtype, one_device):
     x = lambda dtype: [jax.ShapeDtypeStruct((B, n, N, 64), dtype) for n in (T, S)]
     as_array = jax.ShapeDtypeStruct((B,), jnp.int32) if T < S else None
     wide, found = (
@@ -143,12 +145,11 @@ LENGTHS = 9, 17, 24, 33, 48, 65, 100, 160, 300, 600
 @pytest.mark.parametrize("T", whole_but(LENGTHS, 24, 160))
 @pytest.mark.parametrize("name", whole_but(CHUNKS, "groups"))
 def test_a_chunk_of_a_prompt_copies_a_block_of_its_cache_at_a_time_under_any_mask(
-    name, T, S, monkeypatch
+    name, T, S, one_device
 ):
     """20 MB is what one block may take where the keys are not copied."""
     if name == "a key head for each" and not blockwise.tuning.LOOPS_ARE_FAST:
         pytest.skip("jax 0.10 has blocks here, which it multiplies faster than in loops")
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
     N, K, H, dtype = CHUNKS[name]
     x = [jax.ShapeDtypeStruct((1, n, heads, H), dtype) for n, heads in ((T, N), (S, K))]
     as_array, window = jax.ShapeDtypeStruct((1,), jnp.int32), dict(local_window_size=(S // 2, 0))
@@ -169,8 +170,7 @@ BY_LISTS = {
 
 
 @pytest.mark.parametrize("name", whole_but(BY_LISTS, "16 blocks of 64, a group of 16"))
-def test_lists_take_no_more_memory_than_causality_and_two_copies_of_them(name, monkeypatch):
-    monkeypatch.setattr(blockwise.tuning, "_is_one_device", lambda: True)
+def test_lists_take_no_more_memory_than_causality_and_two_copies_of_them(name, one_device):
     T, N, K, H, Hv, block, n = BY_LISTS[name]
     shapes = (1, T, N, H), (1, T, K, H), (1, T, K, Hv), (1, T, K, n), (1, T, N, Hv)
     x = list(map(jax.ShapeDtypeStruct, shapes, (*[jnp.float32] * 3, jnp.int32, jnp.float32)))
