@@ -14,7 +14,6 @@ from cases import (
     BROADCASTS,
     GATHERED,
     MASKS,
-    RULES,
     TABLES,
     Sizes,
     arguments,
@@ -27,6 +26,7 @@ from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding
 from meshes import make_mesh
 from selection import whole_but
+from test_derivative_modes import MASKED
 from walks import EVERY_WALK, walking
 
 from pallas_flash import explain, flash_attention
@@ -53,11 +53,7 @@ def drawn(rng, name: str):
     chance = lambda p: rng.random() < p
     query, key, value = qkv(rng, Z)
     floats = dict(query=query, key=key, value=value)
-    if name in RULES:
-        rule, options = RULES[name]
-        options = arguments(dict(options, rule=rule))
-    else:
-        options = arguments((MASKS | TABLES | GATHERED)[name](rng, Z))
+    options = arguments((MASKED | TABLES | GATHERED)[name](rng, Z))
     if chance(0.4):
         floats["bias"] = bias(rng, rng.choice(BROADCASTS), Z)
     if chance(0.4):
@@ -117,7 +113,7 @@ def are_the_references(rng, floats, options, by=None, tolerance=2e-5, implementa
             check.close(*pair, tolerance, f"{name}, {n}")
 
 
-@pytest.mark.parametrize("name", whole_but([*MASKS, *RULES], "holes by head"))
+@pytest.mark.parametrize("name", whole_but(MASKED, "holes by head"))
 def test_all_derivatives_of_first_and_second_order_are_the_dense_ones(name, rng):
     are_the_references(rng, *drawn(rng, name))
 

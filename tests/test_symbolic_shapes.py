@@ -21,6 +21,11 @@ def exported(f, *shapes):
     return export.export(jax.jit(f))(*(of(shape, dtype) for shape, dtype in shapes)).call
 
 
+def serves(f, x, *shapes):
+    """The program of f for arrays of these shapes gives for x what f gives."""
+    equal(exported(f, *shapes)(*x), f(*x))
+
+
 def of_qkv(b, t, s):
     """The shapes of Z's query, key and value with these symbols."""
     return [
@@ -49,7 +54,7 @@ def test_a_program_with_symbols_needs_no_mask(implementation, rng):
     f = lambda *x: sum(jnp.sin(attend(implementation, mask=mask)(*x)) for mask in every)
     gradients = value_and_gradients(f, 0)
     x = qkv(rng, Z._replace(B=1, T=5, S=7))
-    equal(exported(gradients, *of_qkv(1, "t", "s"))(*x), gradients(*x))
+    serves(gradients, x, *of_qkv(1, "t", "s"))
 
 
 @pytest.mark.whole
@@ -60,7 +65,7 @@ def test_a_program_with_symbols_has_scores(rng):
 
     gradients = value_and_gradients(attention, (0, 3))
     x = *qkv(rng, Z._replace(S=Z.T)), normal(rng, Z.N, 23)
-    equal(exported(gradients, *of_qkv("b", "t", "t"), (f"{Z.N}, 23", "float32"))(*x), gradients(*x))
+    serves(gradients, x, *of_qkv("b", "t", "t"), (f"{Z.N}, 23", "float32"))
 
 
 @pytest.mark.parametrize("block, query_block", [(64, 1), (8, 8), (1, 1)])
@@ -70,10 +75,9 @@ def test_a_program_with_symbols_takes_lists_of_keys(implementation, block, query
         lists = masks.KeyLists(indices, block, query_block)
         return value_and_gradients(attend(implementation, mask=lists, is_causal=True))(q, k, v)
 
-    program = exported(gradients, *of_qkv("b", f"{query_block}*t", "s"), ("b, t, 1, 3", "int32"))
-    x = qkv(rng, Z._replace(B=2, T=16))
     indices = rng.integers(-1, 4, (2, 16 // query_block, 1, 3)).astype(np.int32)
-    equal(program(*x, indices), gradients(*x, indices))
+    x = *qkv(rng, Z._replace(B=2, T=16)), indices
+    serves(gradients, x, *of_qkv("b", f"{query_block}*t", "s"), ("b, t, 1, 3", "int32"))
 
 
 def test_a_program_serves_any_number_of_sequences(rng):
@@ -89,12 +93,12 @@ def test_a_program_serves_any_number_of_sequences(rng):
 def test_leading_axes_that_share_a_bias_may_be_symbols(of_bias, rng):
     gradients = value_and_gradients(attend("blockwise"), (0, 3))
     shapes = [(f"b, r, t, {n}, {Z.H}", "float32") for n in (Z.N, Z.K, Z.K)]
-    program = exported(gradients, *shapes, (f"{of_bias}, {Z.N}, t, t", "float32"))
+    shapes.append((f"{of_bias}, {Z.N}, t, t", "float32"))
     q, k, v = qkv(rng, Z._replace(B=6, T=5, S=5))
     x = [a.reshape(2, 3, *a.shape[1:]) for a in (q, k, v)]
     lead = (2, 1) if of_bias == "b, 1" else (1, 3)
     x.append(normal(rng, *lead, Z.N, 5, 5))
-    equal(program(*x), gradients(*x))
+    serves(gradients, x, *shapes)
 
 
 def test_heads_are_no_symbols():
