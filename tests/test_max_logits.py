@@ -155,11 +155,14 @@ def test_it_has_no_gradient_and_the_backward_keeps_nothing_for_it(name, rng):
 
 @small_tiles
 @pytest.mark.whole
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("float64", 1e-14)])
 @pytest.mark.parametrize("name", ["blockwise", "reference"])
-def test_in_forward_mode_its_tangent_is_zero(name, rng):
-    x, dx = qkv(rng, Z), qkv(rng, Z)
-    for of_sinks in {}, dict(sinks=sinks(Z)):
-        options = dict(is_causal=True, implementation=name, return_max_logits=True, **of_sinks)
-        (_, largest), (do, tangent) = flash_attention_jvp(x, dx, **options)
-        close(largest, oracle.max_logits(*x[:2], is_causal=True), 2e-6)
-        assert tangent.dtype == jnp.float32 and not np.any(tangent) and np.any(do)
+def test_in_forward_mode_its_tangent_is_zero_and_float64_has_its_own(name, dtype, tolerance, rng):
+    with jax.enable_x64(dtype == "float64"):
+        x, dx = ([a.astype(dtype) for a in qkv(rng, Z)] for _ in range(2))
+        for of_sinks in {}, dict(sinks=sinks(Z)):
+            options = dict(is_causal=True, implementation=name, return_max_logits=True, **of_sinks)
+            (_, largest), (do, tangent) = flash_attention_jvp(x, dx, **options)
+            assert largest.dtype == tangent.dtype == dtype
+            close(largest, oracle.max_logits(*x[:2], is_causal=True), tolerance)
+            assert not np.any(tangent) and np.any(do)
