@@ -61,7 +61,7 @@ def sequences(z, size):
     return ints((z.B, 4), 0, size).map(sequence_ends)
 
 
-def alone(z) -> dict[str, st.SearchStrategy]:
+def alone(z) -> list[st.SearchStrategy]:
     """Masks of every kind, for Sizes."""
     number = st.integers(1, 20)
 
@@ -87,41 +87,35 @@ def alone(z) -> dict[str, st.SearchStrategy]:
             lengths=ends[:, -1],
         )
 
-    return dict(
-        causal=st.just(Drawn(masks.Causal(), lambda b, h, i, p, j: j <= p)),
-        window=st.tuples(number, number, st.sampled_from([int, np.array])).map(
+    return [
+        st.just(Drawn(masks.Causal(), lambda b, h, i, p, j: j <= p)),
+        st.tuples(number, number, st.sampled_from([int, np.array])).map(
             lambda w: Drawn(
                 masks.Window(w[2](w[0]), w[1]),
                 lambda b, h, i, p, j: (j >= p - w[0]) & (j <= p + w[1]),
             )
         ),
-        chunked=number.map(
-            lambda n: Drawn(masks.Chunked(n), lambda b, h, i, p, j: p // n == j // n)
-        ),
-        dilated=number.map(
-            lambda n: Drawn(masks.Dilated(n), lambda b, h, i, p, j: (p - j) % n == 0)
-        ),
-        first=number.map(
-            lambda n: Drawn(masks.GlobalTokens(n), lambda b, h, i, p, j: (p < n) | (j < n))
-        ),
-        rule=ints((z.B, z.N), 0, 9).map(rule),
-        key_lengths=ints(z.B, -2, z.S + 3).map(
+        number.map(lambda n: Drawn(masks.Chunked(n), lambda b, h, i, p, j: p // n == j // n)),
+        number.map(lambda n: Drawn(masks.Dilated(n), lambda b, h, i, p, j: (p - j) % n == 0)),
+        number.map(lambda n: Drawn(masks.GlobalTokens(n), lambda b, h, i, p, j: (p < n) | (j < n))),
+        ints((z.B, z.N), 0, 9).map(rule),
+        ints(z.B, -2, z.S + 3).map(
             lambda n: Drawn(masks.KeyLengths(n), lambda b, h, i, p, j: j < n[b])
         ),
-        key_starts=ints(z.B, -2, z.S + 3).map(
+        ints(z.B, -2, z.S + 3).map(
             lambda n: Drawn(masks.KeyStarts(n), lambda b, h, i, p, j: j >= n[b])
         ),
-        query_lengths=ints(z.B, -2, z.T + 3).map(
+        ints(z.B, -2, z.T + 3).map(
             lambda n: Drawn(masks.QueryLengths(n), lambda b, h, i, p, j: i < n[b], lengths=n)
         ),
-        prefix=ints(z.B, 0, z.S).map(
+        ints(z.B, 0, z.S).map(
             lambda n: Drawn(masks.PrefixLM(n), lambda b, h, i, p, j: (j <= p) | (j < n[b]))
         ),
-        documents=st.tuples(ints((z.B, z.T), 0, 3), ints((z.B, z.S), 0, 3)).map(documents),
-        stripes=ints((z.B, z.T), -3, z.S).map(stripes),
-        varlen=sequences(z, min(z.T, z.S)).map(varlen),
-        lists=key_lists(z, 64),
-    )
+        st.tuples(ints((z.B, z.T), 0, 3), ints((z.B, z.S), 0, 3)).map(documents),
+        ints((z.B, z.T), -3, z.S).map(stripes),
+        sequences(z, min(z.T, z.S)).map(varlen),
+        key_lists(z, 64),
+    ]
 
 
 @st.composite
@@ -154,7 +148,7 @@ def apart(z):
 def joined(draw, z, offset, is_apart: bool, gathers: bool):
     """Masks of every kind joined by &, | and ~, some with a map of their blocks; beside them lists
     of keys, which are in no | and ~, if it gathers."""
-    one = st.one_of(*alone(z).values())
+    one = st.one_of(*alone(z))
 
     def mapped(drawn):  # a map is of positions that one number says
         if drawn.ends is not None or not isinstance(offset, int) or not draw(st.booleans()):

@@ -95,8 +95,8 @@ SEVERAL = {  # sizes, options: tiles to a program
     "fewer, 64": (one_head(760, 300), FEWER, 2),
     "more, 128": (one_head(500, 300, 128), MORE, 2),
     "more, 64": (one_head(760, 300), MORE, 2),
-    "heads, 128": (Sizes(B=2, T=200, S=300, N=4, K=2, H=128, Hv=128), HEADS, 8),
-    "heads, 64": (Sizes(B=2, T=200, S=300, N=4, K=2, H=64, Hv=64), HEADS, 8),
+    "heads, 128": (one_head(200, 300, 128, N=4)._replace(B=2, K=2), HEADS, 8),
+    "heads, 64": (one_head(200, 300, N=4)._replace(B=2, K=2), HEADS, 8),
 }
 
 
