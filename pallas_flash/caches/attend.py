@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 from pallas_flash import checks
 from pallas_flash.choose import dispatch, implementations, selection
 from pallas_flash.choose.selfcheck import comparison
-from pallas_flash.jax_support import hardware, varying, xla_cpu
+from pallas_flash.jax_support import hardware, jax_internals, xla_cpu
 from pallas_flash.kernels import joined
 from pallas_flash.masks import Mask
 from pallas_flash.masks.resolved_mask import ResolvedMask
@@ -197,7 +197,7 @@ def _attend_batch(call: PagedCall, is_ragged: bool):
         )
     scales = tuple(scales for _, scales in arrays.values())
     operands = operands._replace(**{name: x for name, (x, _) in arrays.items()})
-    operands, scales = varying.vary_alike((operands, scales))
+    operands, scales = jax_internals.vary_alike((operands, scales))
     is_requested = selection.requested(call.implementation) is not None
     read = PagedPass(implementation, is_requested, hardware.here().platform, problem, pages)
     o, stats = (read.bind if read.needs_platform else read.run)(operands, table, scales)

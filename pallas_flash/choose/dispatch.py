@@ -20,7 +20,7 @@ from pallas_flash.choose import selection
 from pallas_flash.devices import sharding
 from pallas_flash.devices.sharding import has_explicit_axes
 from pallas_flash.devices.shared_arrays import array_axes, canonicalize, collect_arrays, with_arrays
-from pallas_flash.jax_support import varying
+from pallas_flash.jax_support.jax_internals import varying_axes
 from pallas_flash.problem import arguments
 from pallas_flash.problem.call import Call
 from pallas_flash.transforms import autodiff, derivative_modes, kernel_pass
@@ -36,7 +36,7 @@ def map_over_mesh(attend, call: Call):
     if mesh is None:
         return attend(call)
     outputs = sharding.map_call(attend, call, mesh)
-    if any(map(varying.varying_axes, jax.tree.leaves((call.query, call.key, call.value)))):
+    if any(map(varying_axes, jax.tree.leaves((call.query, call.key, call.value)))):
         return derivative_modes.without_reverse(outputs)
     return outputs
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_flash.jax_support import varying
-from pallas_flash.jax_support.jax_internals import Literal
+from pallas_flash.jax_support.jax_internals import Literal, vary_alike
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.mods import programs
 from pallas_flash.mods.programs import any_mesh, jaxpr_of, programs_in
@@ -155,9 +154,7 @@ def bind(eqn, inputs, read: Callable | None = None) -> list[Any]:
     if read is not None:
         for shape in _arrays_inside(eqn):
             raise _not_a_scalar(name, shape)
-    out = eqn.primitive.bind(
-        *varying.vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params)
-    )
+    out = eqn.primitive.bind(*vary_alike(inputs), **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash.jax_support.varying import vary_alike
+from pallas_flash.jax_support.jax_internals import vary_alike
 from pallas_flash.problem.arguments import Gradients, Operands, Problem
 from pallas_flash.problem.implementation import Choice
 from pallas_flash.problem.log_base import LogBase
