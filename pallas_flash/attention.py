@@ -17,7 +17,7 @@ from pallas_flash.dropout import Shared
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import Mask
 from pallas_flash.problem import arguments
-from pallas_flash.problem.call import Call, Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import Call, ImplementationName, ScoreMod, in_lines
 
 _Query = Float[AnyArray, "*B T N H"]
 _Key = Float[AnyArray, "*B S K H"]
@@ -38,7 +38,7 @@ class Options(TypedDict, total=False):
     query_seq_lengths: Int[AnyArray, "*B"] | None
     key_value_seq_lengths: Int[AnyArray, "*B"] | None
     local_window_size: int | tuple[int | None, int | None] | None
-    implementation: Implementation | None
+    implementation: ImplementationName | None
     query_offset: int | Int[AnyArray, "*#B"]
     query_segment_ids: Int[AnyArray, "*B T"] | None
     key_value_segment_ids: Int[AnyArray, "*B S"] | None
@@ -66,7 +66,7 @@ def flash_attention(
     query_seq_lengths: Int[AnyArray, "*B"] | None = None,
     key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     return_residual: Literal[False] = False,
     return_max_logits: Literal[False] = False,
     query_offset: int | Int[AnyArray, "*#B"] = 0,
@@ -142,7 +142,7 @@ def flash_attention(
     query_seq_lengths: Int[AnyArray, "*B"] | None = None,
     key_value_seq_lengths: Int[AnyArray, "*B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     return_residual: bool = False,
     return_max_logits: bool = False,
     query_offset: int | Int[AnyArray, "*#B"] = 0,

@@ -202,7 +202,7 @@ def plan_ring(scheme: Context, call: Call) -> tuple[ring.Loop, Problem, Problem,
     bias = sizes(T).dense("bias", call.bias, query.dtype)
     mask = sizes(T).dense("mask", mask, bool)
     operands = operands._replace(bias=bias, mask=mask, score=score)
-    problem = problem.of_part(operands)
+    problem = problem.for_part(operands)
     return loop, ring.pair_problem(loop, problem, operands), problem, operands
 
 

@@ -209,7 +209,9 @@ def test_no_array_of_a_call_by_lists_of_blocks_has_as_many_elements_as_there_are
 @pytest.mark.usefixtures("optimized")
 def test_a_table_of_lists_that_a_program_closes_over_is_made_when_it_runs(rng):
     """XLA would make it while it compiles, for seconds."""
-    mask = ResolvedMask(512, lists=ResolvedLists.of(np.int32([[[[3, 1]] * 8]]), 8, 64, 512))
+    mask = ResolvedMask(
+        512, lists=ResolvedLists.from_indices(np.int32([[[[3, 1]] * 8]]), 8, 64, 512)
+    )
     text = (
         jax.jit(lambda: with_table(mask, 1, 512).mask_mod.block_types).lower().compile().as_text()
     )
@@ -220,7 +222,7 @@ def test_a_table_of_lists_that_a_program_closes_over_is_made_when_it_runs(rng):
 def test_lists_that_a_program_closes_over_are_sorted_when_it_runs(monkeypatch, rng):
     """XLA would sort constants while it compiles, for seconds."""
     indices = np.int32(rng.integers(-1, 512, (1, 1, 512, 64)))
-    of = lambda x: ResolvedLists.of(x, 1, 1, 512)
+    of = lambda x: ResolvedLists.from_indices(x, 1, 1, 512)
     for run in (lambda: of(indices).sorted(), lambda: of(indices).within(of(indices[..., :32]))):
         assert " sort(" in jax.jit(run).lower().compile().as_text()
     walking(monkeypatch, "by key")

@@ -208,7 +208,7 @@ def test_on_a_mesh_each_device_attends_by_the_lists_of_its_rows_and_heads(L, rng
 
 def test_entries_that_name_nothing_lead_to_pages_that_exist():
     """A kernel copies what they lead to, too."""
-    lists = ResolvedLists.of(jnp.array([[[[0, -1, 9]]]]), block=8, query_block=1, keys=16)
+    lists = ResolvedLists.from_indices(jnp.array([[[[0, -1, 9]]]]), block=8, query_block=1, keys=16)
     table = listed_keys.ListedKeys(listed_keys._ascending(lists), lists.block, 1, 1)
     pages = PageTable(jnp.array([[3, 1]]), 8, PageLayout())
     np.testing.assert_array_equal(listed_keys._in_pages(table, pages).entries.ravel(), [3, 1, 1])

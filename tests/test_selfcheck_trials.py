@@ -100,7 +100,7 @@ FAULTS = {  # problem, its scheme behind "deterministic", a fault, sizes, what i
     "the sinks": (
         {},
         "",
-        changed(lambda p, tiles, x: (p.of_part(x := x._replace(sinks=None)), tiles, x)),
+        changed(lambda p, tiles, x: (p.for_part(x := x._replace(sinks=None)), tiles, x)),
         ENDS,
         "o is off by",
     ),

@@ -24,7 +24,7 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer import SCRIPT, STEPS, TINY, error_of, loss_curve, same_curves, train, train_losses
 
 from pallas_flash.choose import implementations
-from pallas_flash.problem.call import Implementation
+from pallas_flash.problem.call import ImplementationName
 from scripts import train_gpt
 from scripts.gpt_run import devices, model, options, training
 from scripts.gpt_run import folder as run_folder
@@ -143,7 +143,7 @@ def test_the_standard_library_is_the_default_text():
 
 
 def test_the_options_know_the_implementations():
-    assert options.IMPLEMENTATIONS == [*typing.get_args(Implementation)]
+    assert options.IMPLEMENTATIONS == [*typing.get_args(ImplementationName)]
 
 
 @pytest.mark.whole

@@ -24,7 +24,7 @@ from pallas_flash import (
 from pallas_flash.caches import paged
 from pallas_flash.choose import implementations
 from pallas_flash.flax import FlashAttention, attention_fn
-from pallas_flash.problem.call import Implementation
+from pallas_flash.problem.call import ImplementationName
 
 EXAMPLES = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S))
 TYPES = """
@@ -91,7 +91,7 @@ def test_mypy_accepts_the_examples_and_names_a_wrong_keyword_first(tmp_path, mon
 
 
 def test_the_types_name_every_implementation():
-    assert set(typing.get_args(Implementation)) == {
+    assert set(typing.get_args(ImplementationName)) == {
         *implementations.names(),
         "xla",
         "cudnn",

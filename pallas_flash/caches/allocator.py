@@ -142,7 +142,9 @@ def append_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[No
     """Appends ragged tokens, one row behind the other."""
     ends = attend.clip_ends(cu_seqlens, len(key))
     cache = cache._replace(append_length=jnp.zeros((), jnp.int32))
-    return None, _append_at(cache, jnp.diff(ends), *attend.Places.of(ends, len(key)), key, value)
+    return None, _append_at(
+        cache, jnp.diff(ends), *attend.Places.locate(ends, len(key)), key, value
+    )
 
 
 def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:

@@ -44,7 +44,7 @@ class Places(NamedTuple):
     is_real: Bool[Array, "tokens"]  # whether it belongs to a row at all
 
     @classmethod
-    def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int) -> "Places":
+    def locate(cls, cu_seqlens: Int[Array, "B+1"], tokens: int) -> "Places":
         token, last = jnp.arange(tokens, dtype=jnp.int32), len(cu_seqlens) - 2
         row = jnp.minimum(
             jnp.searchsorted(cu_seqlens[1:], token, side="right").astype(jnp.int32), last
@@ -67,7 +67,7 @@ class RaggedTiles(NamedTuple):
     is_real: Bool[Array, "tokens"]
 
     @classmethod
-    def of(cls, cu_seqlens: Int[Array, "B+1"], tokens: int, size: int) -> "RaggedTiles":
+    def divide(cls, cu_seqlens: Int[Array, "B+1"], tokens: int, size: int) -> "RaggedTiles":
         B, counts = len(cu_seqlens) - 1, jnp.diff(cu_seqlens)
         most = (tokens + min(B, tokens) * (size - 1)) // size
         # how many tiles the rows up to each one have
@@ -77,7 +77,7 @@ class RaggedTiles(NamedTuple):
         row = jnp.minimum(jnp.searchsorted(stop, tile, side="right").astype(jnp.int32), B - 1)
         first = (tile - start[row]) * size
         source = (cu_seqlens[row] + first)[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        row_of_token, number, is_real = Places.of(cu_seqlens, tokens)
+        row_of_token, number, is_real = Places.locate(cu_seqlens, tokens)
         count = jnp.clip(counts[row] - first, 0, size)
         return cls(
             row,
@@ -96,14 +96,14 @@ class RaggedTiles(NamedTuple):
         mask = call.mask
         if mask is not None:
             mask = dataclasses.replace(mask, indices=mask.indices[0, self.source])
-        of_tiles = lambda x: jnp.asarray(x)[self.row]
+        by_tile = lambda x: jnp.asarray(x)[self.row]
         if score is not None and score.mod.uses_batch:
             batch = score.indices(len(call.lengths), 1)[0][self.row]
             score = dataclasses.replace(score, batch=batch)
         return call.replace(
             query=call.query[self.source],
-            page_table=of_tiles(call.page_table),
-            lengths=of_tiles(call.lengths),
+            page_table=by_tile(call.page_table),
+            lengths=by_tile(call.lengths),
             query_offset=offset[self.row] + self.first,
             query_seq_lengths=self.count,
             mask=mask,
@@ -136,9 +136,9 @@ def _attend_jit(static: PagedCall, arrays):
     if tiles is None:
         return _attend_batch(call, is_ragged=False)
     o, lse, largest = _attend_batch(call, is_ragged=True)
-    of_no_keys = -jnp.inf if call.sinks is None else call.sinks.astype(lse.dtype)
+    blind_lse = -jnp.inf if call.sinks is None else call.sinks.astype(lse.dtype)
     largest = largest if largest is None else tiles.tokens(largest, -jnp.inf)
-    return tiles.tokens(o, 0), tiles.tokens(lse, of_no_keys), largest
+    return tiles.tokens(o, 0), tiles.tokens(lse, blind_lse), largest
 
 
 def _in_rows(call: PagedCall) -> tuple[PagedCall, RaggedTiles | None]:
@@ -155,7 +155,7 @@ def _in_rows(call: PagedCall) -> tuple[PagedCall, RaggedTiles | None]:
     if cu_seqlens is None:
         return call, None
     most = split_kv.max_ragged_rows(sizes["H"], call.v_pages is None)
-    tiles = RaggedTiles.of(cu_seqlens, T, max(1, most * sizes["K"] // N))
+    tiles = RaggedTiles.divide(cu_seqlens, T, max(1, most * sizes["K"] // N))
     return tiles.rows_of(call), tiles
 
 

@@ -18,7 +18,7 @@ from pallas_flash.devices import sharding
 from pallas_flash.jax_support import hardware
 from pallas_flash.masks import KeyLists
 from pallas_flash.mods.bound import BoundScoreMod
-from pallas_flash.problem.call import Implementation, PagedCall, ScoreMod, in_lines
+from pallas_flash.problem.call import ImplementationName, PagedCall, ScoreMod, in_lines
 from pallas_flash.tiled import quantised
 
 PAGE = 8  # a page is a multiple of so many keys
@@ -41,7 +41,7 @@ class Options(TypedDict, total=False):
     v_scales: Float[AnyArray, "P page K"] | None
     score_mod: ScoreMod | None
     value_size: int | None
-    implementation: Implementation | None
+    implementation: ImplementationName | None
 
 
 _Query = Float[AnyArray, "*B T N H"]
@@ -74,7 +74,7 @@ def paged_attention(
     v_scales: Float[AnyArray, "P page K"] | None = None,
     score_mod: ScoreMod | None = None,
     value_size: int | None = None,
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     return_residual: Literal[False] = False,
     return_max_logits: Literal[False] = False,
 ) -> _Output: ...
@@ -147,7 +147,7 @@ def paged_attention(
     v_scales: Float[AnyArray, "P page K"] | None = None,
     score_mod: ScoreMod | None = None,
     value_size: int | None = None,
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     return_residual: bool = False,
     return_max_logits: bool = False,
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "..."], ...]:

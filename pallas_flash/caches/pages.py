@@ -193,7 +193,7 @@ class PagedCache(NamedTuple):
             has_lost = has_lost[:, None]  # [B, T]
         else:
             ends = attend.clip_ends(jnp.asarray(cu_seqlens), len(query))
-            tokens = attend.Places.of(ends, len(query))
+            tokens = attend.Places.locate(ends, len(query))
             has_lost = has_lost[tokens.row] & tokens.is_real  # [T]
         by_token = lambda x: has_lost.reshape(*has_lost.shape, *(1,) * (x.ndim - has_lost.ndim))
         return jax.tree.map(lambda x: jnp.where(by_token(x), jnp.nan, x), results)

@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
             )
         return x.reshape(self.of["B"], *tail)
 
-    def of_all_rows(self, x, letters: str):
+    def broadcast_rows(self, x, letters: str):
         """x with the leading axes of query, where it has as many of size 1 in place of B."""
         lead, tail = (1,) * len(self.lead), len(letters) - 1
         if letters[0] != "B" or x.shape[: x.ndim - tail] != lead:

@@ -220,7 +220,7 @@ def pair_problem(loop: Loop, problem: Problem, x: Operands) -> Problem:
         rows = Slice(loop.chunks, 0, problem.kv_heads // slices, groups)
         return pair_operands(loop, problem, x, (x.key, x.value), 0, rows, 0)
 
-    return problem.of_part(jax.eval_shape(pair, x))
+    return problem.for_part(jax.eval_shape(pair, x))
 
 
 def pair_operands(
@@ -366,7 +366,7 @@ class RoundTrip(NamedTuple):
 
             def visited(carry):  # slices its operands here, and only if the pair is visible
                 operands = pair()
-                return step(rows, b, p.of_part(operands), operands, carry)
+                return step(rows, b, p.for_part(operands), operands, carry)
 
             return lax.cond(is_visible, visited, lambda carry: carry, carry)
 

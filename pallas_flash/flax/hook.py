@@ -16,7 +16,7 @@ from pallas_flash.attention import flash_attention
 from pallas_flash.checks import AnyArray, unexpected
 from pallas_flash.dropout import Shared
 from pallas_flash.masks import Mask
-from pallas_flash.problem.call import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import ImplementationName, ScoreMod, in_lines
 
 
 # every parameter has a name: linen passes on only what it finds in the signature
@@ -42,7 +42,7 @@ def attention_fn(
     is_causal: bool = False,
     input_positions: Array | None = None,
     *,
-    implementation: Implementation | None = None,
+    implementation: ImplementationName | None = None,
     score_mod: ScoreMod | None = None,
     deterministic_gradients: bool | None = None,
 ) -> Float[Array, "*B T N Hv"]:

@@ -24,7 +24,7 @@ from pallas_flash.flax import rotary, validation
 from pallas_flash.flax.cache import Cache, KVCache, RollingCache, SomeCache
 from pallas_flash.flax.hook import as_mask
 from pallas_flash.masks import Mask
-from pallas_flash.problem.call import Implementation, ScoreMod, in_lines
+from pallas_flash.problem.call import ImplementationName, ScoreMod, in_lines
 
 LECUN_NORMAL = nnx.initializers.lecun_normal()
 Rngs = nnx.Rngs | nnx.RngStream | Array | None
@@ -105,7 +105,7 @@ class FlashAttention(nnx.Module):
         use_bias: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
+        implementation: ImplementationName | None = None,
         score_mod: ScoreMod | None = None,
         context: Context | None = None,
         deterministic_gradients: bool | None = None,

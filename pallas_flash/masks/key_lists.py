@@ -78,12 +78,12 @@ class KeyLists(Mask):
         blocks = -(-queries // self.query_block)
         fits = x.ndim > 2 and x.shape[:-3] in (lead, (1,) * len(lead), (1,), ())
         if not fits or x.shape[-3] != blocks or x.shape[-2] not in (1, kv_heads, heads):
-            of_blocks = "T" if self.query_block == 1 else f"ceil(T / {self.query_block})"
+            rows = "T" if self.query_block == 1 else f"ceil(T / {self.query_block})"
             hint = " For one list for all heads pass x[..., None, :]."
             hint *= x.shape[:-1] in ((*lead, blocks), (blocks,))
             heads_first = x.ndim > 2 and x.shape[-2] == blocks and x.shape[-3] in (kv_heads, heads)
             raise ValueError(
-                f"KeyLists.indices must be integers [*B or 1, {of_blocks}, L, n] = "
+                f"KeyLists.indices must be integers [*B or 1, {rows}, L, n] = "
                 f"({', '.join(map(str, (*lead, blocks)))}, L, n), with L = 1, K = {kv_heads} or "
                 f"N = {heads}; got {x.shape}.{hint or HEADS_FIRST * heads_first}"
             )
@@ -101,14 +101,14 @@ class KeyLists(Mask):
 
     def resolve(self, keys: int) -> ResolvedLists:
         """The lists of a call, which `fitting` returned."""
-        return ResolvedLists.of(
+        return ResolvedLists.from_indices(
             jnp.swapaxes(self.indices, 1, 2), self.block, self.query_block, keys
         )
 
     def as_table(self, keys: int) -> "ListTable":
         """The mask that a mask_mod can read."""
         if self.has_table:
-            return ListTable.of(self.resolve(keys), self.heads)
+            return ListTable.from_lists(self.resolve(keys), self.heads)
         raise TypeError(
             f"| and ~ take KeyLists with block * query_block >= {LEAST_TABLE}; got block "
             f"{self.block} and query_block {self.query_block}. Add the keys to the lists, or "
@@ -128,7 +128,7 @@ class ListTable(Mask):
     is_interval = False
 
     @classmethod
-    def of(cls, lists: ResolvedLists, heads: int) -> "ListTable":
+    def from_lists(cls, lists: ResolvedLists, heads: int) -> "ListTable":
         # XLA would compute a table of constants while it compiles
         entries = lax.optimization_barrier(lists.entries)
         table = dataclasses.replace(lists, entries=entries).table()

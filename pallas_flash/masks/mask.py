@@ -77,7 +77,7 @@ class Mask:
             name = f"{type(self).__name__}.{field}"
             if letters == "B" and np.ndim(x) == 0:
                 x = jnp.broadcast_to(checks.ints(name, x), sizes.lead)
-            arrays[field] = sizes.ints(name, sizes.of_all_rows(x, letters), letters)
+            arrays[field] = sizes.ints(name, sizes.broadcast_rows(x, letters), letters)
         return dataclasses.replace(self, **arrays) if arrays else self
 
     def for_mesh(self, lead: tuple[int, ...], heads: int, kv_heads: int) -> "Mask":

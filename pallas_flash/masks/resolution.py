@@ -56,7 +56,7 @@ def as_mask_mod(mask: Mask, place: Place, resolve: Callable) -> MaskMod:
 @functools.partial(jax.jit, static_argnums=(1, 2))  # traced once for calls that are alike
 def with_table(mask: ResolvedMask, heads: int, queries: int) -> ResolvedMask:
     """The mask of so many heads and queries, with a table of blocks in place of its lists."""
-    lists, others = ListTable.of(mask.lists, heads), mask.mask_mod
+    lists, others = ListTable.from_lists(mask.lists, heads), mask.mask_mod
     parts: list[Mask] = [lists]
     if others is not None:
         parts.append(

@@ -63,8 +63,8 @@ class ResolvedMask:
         intervals, ids and lists, whose leading axes have these letters."""
         mask = self
         letters = {self.BY_BATCH: "B", self.BY_QUERY: "BT", self.BY_KEY: "BS"}
-        for fields, of_fields in letters.items():
-            mask = mask.narrow(fields, lambda x, letters=of_fields: convert(x, letters))
+        for fields, these in letters.items():
+            mask = mask.narrow(fields, lambda x, letters=these: convert(x, letters))
         if self.lists is None:
             return mask
         return dataclasses.replace(mask, lists=self.lists.by_letters(convert, heads))
@@ -264,7 +264,7 @@ class ResolvedLists:
     NONE: ClassVar[int] = 2**30  # it follows all entries
 
     @classmethod
-    def of(cls, indices, block: int, query_block: int, keys: int) -> "ResolvedLists":
+    def from_indices(cls, indices, block: int, query_block: int, keys: int) -> "ResolvedLists":
         lists = cls(indices, block, query_block, keys)
         names_keys = (0 <= indices) & (indices < lists.blocks)
         return dataclasses.replace(lists, entries=jnp.where(names_keys, indices, cls.NONE))
@@ -340,7 +340,7 @@ class ResolvedLists:
         x = self.entries if rows is None else self.entries[:, :, rows // self.query_block]
         return self._name_blocks(x)
 
-    def of_keys(self, table):
+    def by_key(self, table):
         """A table [.., blocks] for each key, [.., S]."""
         if self.block == 1:
             return table
@@ -349,17 +349,17 @@ class ResolvedLists:
     def any_names(self):
         """Whether any list of a head names each key: bool [B | 1, L, S]."""
         x = self.entries.reshape(*self.entries.shape[:2], -1)
-        return self.of_keys(self._name_blocks(x))
+        return self.by_key(self._name_blocks(x))
 
     def _name_blocks(self, x):
         """Whether entries [.., n] name each block: bool [.., blocks]."""
 
-        def of_list(x):
+        def names(x):
             table = jnp.zeros_like(x, shape=self.blocks, dtype=bool)
             return table.at[x].set(True, mode="drop", wrap_negative_indices=False)
 
         # mapped: XLA sends nothing between the devices of a mesh that hold other lists
-        return jnp.vectorize(of_list, signature="(n)->(m)")(x)
+        return jnp.vectorize(names, signature="(n)->(m)")(x)
 
     def visible_pairs(self, heads: int, row, key):
         """Whether the lists of query rows [rows] name the keys [keys]: bool [B | 1, N | 1, rows,
@@ -382,6 +382,6 @@ class ResolvedLists:
         return types
 
     def __str__(self):
-        n, of_query = self.entries.shape[-1], self.query_block
+        n, queries = self.entries.shape[-1], self.query_block
         names = f"{n} keys" if self.block == 1 else f"{n} blocks of {self.block} keys"
-        return f"lists of {names}" + (f" for {of_query} queries" if of_query > 1 else "")
+        return f"lists of {names}" + (f" for {queries} queries" if queries > 1 else "")

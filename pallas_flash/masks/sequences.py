@@ -127,8 +127,8 @@ class Varlen(Mask):
         mask = super().canonical()
         T, S = tokens or (None, None)
         checks.ends("Varlen.cu_seqlens_q", mask.cu_seqlens_q, T)
-        of_keys = "Varlen.cu_seqlens_q" if mask.cu_seqlens_k is None else "Varlen.cu_seqlens_k"
-        checks.ends(of_keys, mask._key_ends, S)
+        key_ends = "Varlen.cu_seqlens_q" if mask.cu_seqlens_k is None else "Varlen.cu_seqlens_k"
+        checks.ends(key_ends, mask._key_ends, S)
         return mask
 
     @property
@@ -146,8 +146,8 @@ class Varlen(Mask):
         if not jax.export.is_symbolic_dim(length):
             checks.count("length", length, least=0)
         ends, key = jnp.asarray(self._key_ends), jnp.arange(length, dtype=jnp.int32)
-        of_row = lambda ends: _search(ends[1:-1], key, "right")
-        ids = jax.vmap(of_row)(ends.reshape(-1, ends.shape[-1]))
+        each_row = lambda ends: _search(ends[1:-1], key, "right")
+        ids = jax.vmap(each_row)(ends.reshape(-1, ends.shape[-1]))
         return ids.reshape(*ends.shape[:-1], length)
 
     def _compared(self):
@@ -165,10 +165,10 @@ class Varlen(Mask):
         return self.cu_seqlens_k is not None
 
     def positions(self, row):
-        if (of_q := self.cu_seqlens_q.shape) != (of_k := self.cu_seqlens_k.shape):
+        if (query_shape := self.cu_seqlens_q.shape) != (key_shape := self.cu_seqlens_k.shape):
             raise ValueError(
-                f"Varlen takes as many ends of queries as of keys; got cu_seqlens_q {of_q} and "
-                f"cu_seqlens_k {of_k}."
+                "Varlen takes as many ends of queries as of keys; got cu_seqlens_q "
+                f"{query_shape} and cu_seqlens_k {key_shape}."
             )
         (_, stop_q), (_, stop_k) = (
             self._sequence(row, ends) for ends in (self.cu_seqlens_q, self.cu_seqlens_k)
@@ -196,13 +196,14 @@ def _runs_of_row(query_ids, key_ids):
     keys, bits = key_ids.size, max((key_ids.size - 1).bit_length(), MIN_BUCKET_BITS)
     key, differ = jnp.arange(keys, dtype=jnp.int32), key_ids[1:] != key_ids[:-1]
     is_first, is_last = (jnp.pad(differ, side, constant_values=True) for side in ((1, 0), (0, 1)))
-    of_query, of_key = (_bucket(ids, bits) for ids in (query_ids, key_ids))
+    query_bucket, key_bucket = (_bucket(ids, bits) for ids in (query_ids, key_ids))
     # scatters the ends of runs alone: many keys of one id would wait for each other
-    of_key = jnp.where(is_first | is_last, of_key, 1 << bits)
+    key_bucket = jnp.where(is_first | is_last, key_bucket, 1 << bits)
     ends = [(is_first, -key), (is_first, key), (is_last, key + 1)]
     ends = jnp.stack([jnp.where(which, end, -keys) for which, end in ends], 1)
-    table = jnp.full_like(key_ids, -keys, shape=(1 << bits, 3)).at[of_key].max(ends, mode="drop")
-    first, last_run, stop = jnp.moveaxis(table[of_query], 1, 0)
+    table = jnp.full_like(key_ids, -keys, shape=(1 << bits, 3))
+    table = table.at[key_bucket].max(ends, mode="drop")
+    first, last_run, stop = jnp.moveaxis(table[query_bucket], 1, 0)
     stop = jnp.maximum(stop, 0)
     start = jnp.minimum(-first, stop)  # 0 for an empty bucket
     return start, stop, (start == last_run) & (key_ids[start] == query_ids)

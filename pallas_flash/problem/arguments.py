@@ -91,7 +91,7 @@ class Problem:
     max_logits: bool = False  # whether the largest logit of each row is returned
     values_are_keys: bool = False  # whether the values are the keys' first columns
 
-    def of_part(self, x: Operands) -> "Problem":
+    def for_part(self, x: Operands) -> "Problem":
         """The problem of operands with other batch rows and heads."""
         sizes = dict(batch=x.query.shape[0], heads=x.query.shape[2], kv_heads=x.key.shape[2])
         resolved_mask, score = shapes((x.resolved_mask, x.score))

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from pallas_flash import checks, masks
 from pallas_flash.problem.page_layout import PageLayout
 
-Implementation = Literal[
+ImplementationName = Literal[
     "hopper",
     "blackwell",
     "ampere",

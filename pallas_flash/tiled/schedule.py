@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
         masked, last = (visited[(*row, i)] for i in range(2))
         return cls(0, masked, last, last, lambda t: visited[(*row, 2 + t)])
 
-    def of_size(self, size: int) -> "Blocks":
+    def resize(self, size: int) -> "Blocks":
         """These blocks of one key, as blocks of `size` keys."""
         # rounds to 0: no block lies below it
         div = lambda n: n // size if isinstance(n, int) else lax.div(n, jnp.int32(size))
@@ -145,7 +145,7 @@ def key_blocks(start: IntLike, stop: IntLike, contiguous, size: int, axis=None) 
 
 def known_blocks(resolved_mask: ResolvedMask, first: IntLike, last: IntLike, size: int) -> Blocks:
     """key_blocks of the rows from `first` to `last`, as of `known_keys`."""
-    return known_keys(resolved_mask, first, last).of_size(size)
+    return known_keys(resolved_mask, first, last).resize(size)
 
 
 def known_keys(resolved_mask: ResolvedMask, first: IntLike, last: IntLike) -> Blocks:

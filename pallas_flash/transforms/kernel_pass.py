@@ -191,7 +191,7 @@ class KernelPass(ByPlatform, Pass):
             if (axis := jax.typeof(mapped).sharding.spec[0]) is not None:
                 return self._over_mesh(axis, leaves, in_axes, in_tree)
         merged = self._merge(size, leaves, in_axes, in_tree)
-        problem = None if merged is None else self.problem.of_part(merged[0])
+        problem = None if merged is None else self.problem.for_part(merged[0])
         if problem is None or self.implementation.why_not(self.implementation.converted(problem)):
             side_by_side = self.within(in_axes)._for_calls(size)
             jaxpr = jax.make_jaxpr(side_by_side.flat(**trees))(*leaves)

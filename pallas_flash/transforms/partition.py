@@ -137,7 +137,7 @@ class Partition(NamedTuple):
         local = with_indices(operands, **_indices(operands, mesh_axes))
         if keys is not None:
             local, *rows = (_with_key_heads(x, keys) for x in (local, *rows))
-        problem = whole.of_part(local)
+        problem = whole.for_part(local)
         tiles = on_device.implementation.tiles_like(on_device.tiles, problem)
         results = on_device(problem, tiles, local, *rows)
         if on_device.name != "backward":

@@ -212,8 +212,8 @@ def _sinks(p: Problem, x: Operands, tiles: int) -> jax.Array | None:
     """The sinks of the rows of tiles in registers, [B | 1, K, tiles * ROWS]; -inf: none."""
     if x.sinks is None:
         return None
-    of_token = statistics.sinks(p, x).reshape(-1, p.kv_heads, p.group)
-    rows = jnp.tile(of_token, p.queries)
+    sinks = statistics.sinks(p, x).reshape(-1, p.kv_heads, p.group)
+    rows = jnp.tile(sinks, p.queries)
     missing = tiles * ROWS - rows.shape[2]
     return jnp.pad(rows, ((0, 0), (0, 0), (0, missing)), constant_values=-jnp.inf)
 
@@ -244,7 +244,7 @@ def _kernel(
         keys = schedule.known_keys(at_batch, 0, tokens - 1)
     else:
         keys = schedule.Blocks.from_table(x.keys, b)
-    blocks = keys.of_size(t.block_k).split(split, t.num_splits)
+    blocks = keys.resize(t.block_k).split(split, t.num_splits)
     kv = tile.CopyRing(slots, memory.kv_full, t.copies, warpgroups=t.warpgroups)
     source = KeySource(x.kv, x.table, t, b, h)
 
@@ -263,7 +263,7 @@ def _kernel(
     head = logits.Logits(p, ops.LAYOUTS, x.resolved_mask, None, None, score_mod, None)
     if t.copies_q:
         kv.wait_before(memory.q_full, blocks.count)
-        q = ops.load(part.of(memory.q)) if t.keeps_q else None
+        q = ops.load(part.take(memory.q)) if t.keeps_q else None
     else:
         q = ops.load_global(q_gmem)
 
@@ -278,12 +278,12 @@ def _kernel(
         next_rows = source.look_up(n + 1 + ahead)  # which arrive under the products
         if t.stored:
             for ref, wide in zip((block[0], block[-1]), memory.in_use, strict=False):
-                narrow = part.of(ref, wide.shape[1])
-                tile.widen(narrow, t.stored, part.of(wide), t.swizzle)
+                narrow = part.take(ref, wide.shape[1])
+                tile.widen(narrow, t.stored, part.take(wide), t.swizzle)
             tile.release(tma=False)
             block = memory.in_use
-        k, v = part.of(block[0]), part.of(block[-1], t.value_width)
-        s = ops.dot_t(ops.load(part.of(memory.q)) if q is None else q, k)
+        k, v = part.take(block[0]), part.take(block[-1], t.value_width)
+        s = ops.dot_t(ops.load(part.take(memory.q)) if q is None else q, k)
         s = tile.SumOfParts(memory.sums, part.number)(n, s)  # [bq, bk]
         s = s if k_scale is None else s * k_scale
         s, scale = head.modify(s, at)
@@ -307,7 +307,7 @@ def _kernel(
     )
     zeros = tile.zeros(ROWS, t.value_width // t.warpgroups)
     o, stats, _ = blocks.visit(step, (zeros, start, source.look_up(blocks.first + ahead)))
-    o_gmem = part.of(o_gmem.at[b, split, h, rows])
+    o_gmem = part.take(o_gmem.at[b, split, h, rows])
     if merge is None:
         o = online_softmax.finish(o, stats.l).astype(o_gmem.dtype)
         tile.store_rows(o_gmem, o, p.queries - first_row)
@@ -355,7 +355,7 @@ class ColumnSlice(NamedTuple):
     def is_first(self):
         return self.number == 0
 
-    def of(self, ref, width: int | None = None):
+    def take(self, ref, width: int | None = None):
         """The slice of the first `width` columns of a matrix, or of all."""
         size = (ref.shape[1] if width is None else width) // self.count
         return ref.at[:, pl.ds(self.number * size, size)]

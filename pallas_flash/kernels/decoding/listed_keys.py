@@ -39,8 +39,8 @@ class ListedKeys:
         entry, key = divmod_(position, self.block) if self.block > 1 else (position, 0)
         entry = jnp.minimum(entry, self.entries.shape[3] - 1)
         batch = batch if self.entries.shape[0] > 1 else 0
-        of_list = batch, self._share(head, self.entries.shape[1]), number
-        entry = registers.gather(self.entries, *of_list, index=entry, layout=layout)
+        list_place = batch, self._share(head, self.entries.shape[1]), number
+        entry = registers.gather(self.entries, *list_place, index=entry, layout=layout)
         return jnp.minimum(entry * self.block + key, keys - 1)
 
     def matrix(self, ref, b: IntLike, width: int):
@@ -56,9 +56,9 @@ class ListedKeys:
         rows = self.entries[..., None] * self.block + jnp.arange(self.block, dtype=jnp.int32)
         rows = jnp.moveaxis(rows.reshape(*rows.shape[:3], -1), 1, 2)  # [B, lists, L, keys]
         head = jnp.arange(self.heads)
-        of_head = rows[:, :, head * rows.shape[2] // self.heads]
+        head_rows = rows[:, :, head * rows.shape[2] // self.heads]
         kv_head = head[:, None] * self.kv_heads // self.heads
-        return pool[of_head, kv_head].reshape(-1, 1, rows.shape[3])
+        return pool[head_rows, kv_head].reshape(-1, 1, rows.shape[3])
 
     def _place(self, b: IntLike) -> tuple[IntLike, IntLike, IntLike]:
         """The batch row, the list and the head of batch row b."""
@@ -148,13 +148,13 @@ def _of_positions(p: Problem, mask: ResolvedMask, entries) -> ResolvedMask:
 
     is_from_first = isinstance(ends[0], int) and ends[0] == 0
     start, stop = 0 if is_from_first else position(ends[0]), position(ends[1])
-    of_list = ResolvedMask(n * lists.block)
+    positions = ResolvedMask(n * lists.block)
     if tokens > 1:
-        return of_list.with_interval(stop.shape, start, stop)
+        return positions.with_interval(stop.shape, start, stop)
     # as data by batch row, of which kernels compute the blocks that they visit
     if not is_from_first:
-        of_list = dataclasses.replace(of_list, left=0, offset=start[:, 0])
-    return of_list.with_lengths("key_stop", stop[:, 0])
+        positions = dataclasses.replace(positions, left=0, offset=start[:, 0])
+    return positions.with_lengths("key_stop", stop[:, 0])
 
 
 def _in_pages(table: ListedKeys, pages: PageTable) -> ListedKeys:
@@ -164,7 +164,7 @@ def _in_pages(table: ListedKeys, pages: PageTable) -> ListedKeys:
     if pages.page % block:  # blocks that no page has whole
         entries = entries[..., None] * block + jnp.arange(block, dtype=jnp.int32)
         entries, block = entries.reshape(*entries.shape[:3], -1), 1
-    of_page = pages.page // block
+    per_page = pages.page // block
     row = jnp.arange(len(pages.numbers))[:, None, None, None]
-    page = pages.numbers[row, entries // of_page]  # clipped: a kernel copies keys of no list too
-    return dataclasses.replace(table, entries=page * of_page + entries % of_page, block=block)
+    page = pages.numbers[row, entries // per_page]  # clipped: a kernel copies keys of no list too
+    return dataclasses.replace(table, entries=page * per_page + entries % per_page, block=block)

@@ -71,8 +71,8 @@ def forward(problem: Problem, tiles: Tiles, x: Operands):
         # P is rounded to 16 bits anyway, so it may as well be divided by l first
         normalise_first = local.blocks_have_whole_rows and x.sinks is None and not tiles.is_wide
 
-        def query_block(rows: Block, key_blocks, of_rows, _):
-            (q,) = of_rows
+        def query_block(rows: Block, key_blocks, row_inputs, _):
+            (q,) = row_inputs
 
             def step(keys: Block, visible, rows_are_finite, carry):
                 o, state = carry
@@ -156,8 +156,8 @@ def backward(
         )
         by_row = local.query, do_, m, inverse_sum, dlse, delta_
 
-        def query_block(rows: Block, key_blocks, of_rows, gradients):
-            q, do_i, m, inverse_sum, dlse_i, delta_i = of_rows
+        def query_block(rows: Block, key_blocks, row_inputs, gradients):
+            q, do_i, m, inverse_sum, dlse_i, delta_i = row_inputs
             q_ti, do_ti = take_columns(rows, q_t), take_columns(rows, do_t)
             is_whole_row = local.blocks_have_whole_rows and dlse is not None
             divided = inverse_sum if divides_do else 1.0

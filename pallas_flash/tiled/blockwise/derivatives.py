@@ -59,7 +59,7 @@ class Slices(NamedTuple):
         return Slices(query, key, value, bias, self.captured)
 
     @property
-    def of_logits(self) -> list:
+    def logit_operands(self) -> list:
         return [self.query, self.key, self.bias, *self.captured]
 
 
@@ -87,7 +87,7 @@ class BlockTerms(NamedTuple):
             return s if self.visible is None else jnp.where(self.visible, s, -jnp.inf)
 
         scale, is_finite = self.local.logits.exponent_scale, self.rows_are_finite
-        logit_operands = x.of_logits, dx.of_logits
+        logit_operands = x.logit_operands, dx.logit_operands
         return softmax.with_tangent(scores, *logit_operands, m, inverse_sum, scale, is_finite)
 
     def drop(self, weights):

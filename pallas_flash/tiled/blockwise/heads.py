@@ -61,17 +61,18 @@ class HeadSlice(NamedTuple):
         return all(len(row) <= 1 for row in self.key_blocks)
 
     def each_query_block(self, query_block: Callable, by_row: tuple, put: Callable, start, carry):
-        """Runs results, carry = query_block(rows, key_blocks, of_rows, carry) for all query blocks,
-        and returns the results [B, K, G, T, n] of all rows, and the carry. `of_rows` are the rows
-        of the arrays by_row [B, K, G, T, n], and `key_blocks` is None where a loop goes over them.
-        A loop puts results into the arrays of `start` by put(rows, start, results, 3)."""
+        """Runs results, carry = query_block(rows, key_blocks, row_inputs, carry) for all query
+        blocks, and returns the results [B, K, G, T, n] of all rows, and the carry. `row_inputs` are
+        the rows of the arrays by_row [B, K, G, T, n], and `key_blocks` is None where a loop goes
+        over them. A loop puts results into the arrays of `start` by put(rows, start, results, 3).
+        """
         size, length, tiles = self.tiles.block_q, self.problem.queries, self.tiles
 
         def run(rows: Block, key_blocks, carry, before=None):
-            of_rows = [None if a is None else take_rows(rows, a) for a in by_row]
+            row_inputs = [None if a is None else take_rows(rows, a) for a in by_row]
             if before is not None:
-                (before, carry), *of_rows = xla_cpu.after((before, carry), *of_rows)
-            results, carry = query_block(rows, key_blocks, of_rows, carry)
+                (before, carry), *row_inputs = xla_cpu.after((before, carry), *row_inputs)
+            results, carry = query_block(rows, key_blocks, row_inputs, carry)
             return before, tuple(map(self._by_query, results)), carry
 
         if self.key_blocks is not None:

@@ -15,7 +15,7 @@ from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import online_softmax
 from pallas_flash.tiled.blockwise.mask import dense_tile, dense_tiles
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange, of_heads, pairs
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, for_heads, pairs
 from pallas_flash.tiled.blockwise.tuning import Tiles, scale_can_come_last
 
 
@@ -53,7 +53,7 @@ class Logits(NamedTuple):
         if seeds is not None:
             seeds = heads.take(seeds, 1).reshape(heads.batch, heads.heads, -1, 2)
         placement = ScalePlacement.choose(p, tiles)
-        return cls(p, placement, dense_tiles(x.bias, heads), of_heads(x.score, p, heads), seeds)
+        return cls(p, placement, dense_tiles(x.bias, heads), for_heads(x.score, p, heads), seeds)
 
     def with_arrays(self, bias, captured: tuple) -> "Logits":
         """These logits with another bias and other float arrays that the score_mod reads."""
@@ -79,10 +79,10 @@ class Logits(NamedTuple):
 
     def forward(self, q, key, rows: Block, keys: Block, visible=None):
         """The logits [B, K, rows, keys] of q [B, K, rows, H] and key [B, K, S, H], as
-        `of_products`."""
-        return self.of_products(*self._products(q, key, rows, keys), visible)
+        `from_products`."""
+        return self.from_products(*self._products(q, key, rows, keys), visible)
 
-    def of_products(self, qk, bias, indices, visible=None):
+    def from_products(self, qk, bias, indices, visible=None):
         """The logits of products q k^T, with a bias that broadcasts and the indices of a score_mod,
         or None. In reverse mode logits that are not `visible` (None: all are) have no derivative,
         as a score_mod may have none there."""
@@ -96,13 +96,13 @@ class Logits(NamedTuple):
         return self.score.apply(where_visible(s), read, *indices)
 
     def vjp(self, q, key, rows: Block, keys: Block):
-        """`vjp_of_products` of q [B, K, rows, H] and key [B, K, S, H]."""
-        return self.vjp_of_products(*self._products(q, key, rows, keys))
+        """`vjp_from_products` of q [B, K, rows, H] and key [B, K, S, H]."""
+        return self.vjp_from_products(*self._products(q, key, rows, keys))
 
-    def vjp_of_products(self, qk, bias, indices):
-        """The logits, as `of_products`; the tanh of their soft cap, or None; and with a score_mod,
-        else None, a function: it maps the logits' cotangent to that of q k^T, and adds to the
-        gradients of the arrays that the score_mod captured."""
+    def vjp_from_products(self, qk, bias, indices):
+        """The logits, as `from_products`; the tanh of their soft cap, or None; and with a
+        score_mod, else None, a function: it maps the logits' cotangent to that of q k^T, and adds
+        to the gradients of the arrays that the score_mod captured."""
         s, tanh = self._before_score_mod(qk, bias)
         if self.score is None:
             return s, tanh, None

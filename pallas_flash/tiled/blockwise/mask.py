@@ -14,7 +14,7 @@ from pallas_flash.masks import block_types
 from pallas_flash.masks.resolved_mask import ResolvedLists, ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
-from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row, of_heads, pairs
+from pallas_flash.tiled.blockwise.slices import Block, HeadRange, each_row, for_heads, pairs
 
 
 class TileMask(NamedTuple):
@@ -33,7 +33,7 @@ class TileMask(NamedTuple):
     def take(cls, p: Problem, heads: HeadRange, x: Operands) -> "TileMask":
         resolved = x.resolved_mask.narrow(ResolvedMask.BY_BATCH, lambda a: heads.take(a)[:, None])
         resolved = resolved.narrow(ResolvedMask.BY_QUERY + ResolvedMask.BY_KEY, heads.take)
-        mod = of_heads(resolved.mask_mod, p, heads)
+        mod = for_heads(resolved.mask_mod, p, heads)
         if mod is not None and mod.block_types is not None:
             types = block_types.merge(heads.take(mod.block_types, 1), (0, 1))
             mod = dataclasses.replace(mod, block_types=schedule.visited_blocks(types))
@@ -85,7 +85,7 @@ class TileMask(NamedTuple):
         """This mask with the keys that the lists of a block's rows name."""
         if self.lists is None:
             return self
-        named = self.lists.of_keys(self.lists.table(rows.index))
+        named = self.lists.by_key(self.lists.table(rows.index))
         return self._replace(named=self._by_head(named, kv_heads))
 
     def _by_head(self, x, kv_heads: int):

@@ -106,7 +106,7 @@ def _int32(starts) -> list:
     return [np.int32(i) if isinstance(i, int) else jnp.asarray(i, jnp.int32) for i in starts]
 
 
-def of_heads(mod: BoundMod | None, p: Problem, heads: HeadRange) -> BoundMod | None:
+def for_heads(mod: BoundMod | None, p: Problem, heads: HeadRange) -> BoundMod | None:
     """The mod with the indices of a range of batch rows [B] and heads [1, K, G, 1]."""
     if mod is None:
         return None

@@ -214,7 +214,7 @@ def entry_weights(problem: Problem, tiles: Tiles, x: Operands, lse):
         query, key = head.queries(x.query, tiles.dtype), head.by_block(x.key, tiles.dtype)
 
         def step(nothing, _, tile: Tile, entries: Entries, q, lse):
-            s = head.logits.of_products(*tile.products(q, entries.gather(tile, key)))
+            s = head.logits.from_products(*tile.products(q, entries.gather(tile, key)))
             # lse may be -inf where a bias hides all keys
             seen = tile.visible & (s != -jnp.inf)
             p = jnp.where(seen, jnp.exp(s * head.logits.exponent_scale - lse), 0)

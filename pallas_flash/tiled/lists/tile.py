@@ -223,7 +223,7 @@ class Tile(NamedTuple):
         """Adds the keys to the rows' SoftmaxState; None: they are the first. Returns P V, the
         factor of earlier sums, or None, and the new state."""
         logits = self.head.logits
-        s = jnp.where(self.visible, logits.of_products(*self.products(q, k)), -jnp.inf)
+        s = jnp.where(self.visible, logits.from_products(*self.products(q, k)), -jnp.inf)
         p, alpha, state = softmax.step(-1, s, state, logits.exponent_scale)
         return dot(self.drop(p).astype(v.dtype), v), alpha, state
 
@@ -232,7 +232,7 @@ class Tile(NamedTuple):
         and `captured` with the gradients of a score_mod's arrays added."""
         logits, soft_cap = self.head.logits, self.head.problem.soft_cap
         dp = self.drop(dot_t(do, v))
-        s, tanh, back = logits.vjp_of_products(*self.products(q, k))
+        s, tanh, back = logits.vjp_from_products(*self.products(q, k))
         s = jnp.where(self.visible, s, -jnp.inf)
         visible = None if soft_cap is None else self.visible  # else a tanh may be NaN
         scale, is_whole_row = logits.exponent_scale, row.dlse is not None
@@ -248,11 +248,13 @@ class Tile(NamedTuple):
 
         def scores(q, k, bias, *captured):
             (qk, _, indices), logits = self.products(q, k), self.head.logits
-            s = logits.with_arrays(bias, captured).of_products(qk, bias, indices, self.visible)
+            s = logits.with_arrays(bias, captured).from_products(qk, bias, indices, self.visible)
             return jnp.where(self.visible, s, -jnp.inf)
 
         scale = self.head.logits.exponent_scale
-        return softmax.with_tangent(scores, x.of_logits, dx.of_logits, m, inverse_sum, scale)
+        return softmax.with_tangent(
+            scores, x.logit_operands, dx.logit_operands, m, inverse_sum, scale
+        )
 
     def tangent(self, x: Slices, dx: Slices, m, inverse_sum):
         """The sums (P dS) V + P dV, P dS and P V over the tile's keys."""
