@@ -108,6 +108,15 @@ def test_it_is_the_oracles_and_changes_no_bit_beside_it(case, name, rng):
     close(found, expected, 2e-6)
 
 
+@pytest.mark.whole
+@pytest.mark.usefixtures("small_caches")
+@pytest.mark.parametrize("name", ["blockwise", "triton"])
+def test_decoding_has_the_same_bits_beside_it(name, rng):
+    x = qkv(rng, Sizes(T=2, S=301, N=4, K=2, H=64, Hv=64))
+    plain, (*same, _) = attend(*x, implementation=name, is_causal=True, query_offset=299)
+    jax.tree.map(np.testing.assert_array_equal, plain, tuple(same))
+
+
 def test_it_comes_last_and_the_call_says_what_is_asked(rng):
     q, k, v = qkv(rng, Z)
     options = dict(sinks=sinks(Z), implementation="reference")

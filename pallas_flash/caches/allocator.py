@@ -142,9 +142,8 @@ def append_ragged(cache: PagedCache, *, key, cu_seqlens, value=None) -> tuple[No
     """Appends ragged tokens, one row behind the other."""
     ends = attend.clip_ends(cu_seqlens, len(key))
     cache = cache._replace(append_length=jnp.zeros((), jnp.int32))
-    return None, _append_at(
-        cache, jnp.diff(ends), *attend.Places.locate(ends, len(key)), key, value
-    )
+    places = attend.Places.locate(ends, len(key))
+    return None, _append_at(cache, jnp.diff(ends), *places, key, value)
 
 
 def _append_at(cache: PagedCache, count, row, token, is_real, key, value) -> PagedCache:
