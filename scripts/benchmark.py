@@ -61,18 +61,10 @@ CASES = {
         gpu=dict(lengths=[8192, 32768], batch=[1, 16, 64], heads=128, **LATENT),
     ),
 }
-SHAPE = (
-    "lengths",
-    "batch",
-    "heads",
-    "kv_heads",
-    "head_size",
-    "causal",
-    "features",
-)  # the suite has its own
-ANYWHERE = dict(
-    kv_heads=None, causal=True, features=[], repeats=9, budget=None, out=None, quick=False
-)
+# the suite has its own
+SHAPE = "lengths", "batch", "heads", "kv_heads", "head_size", "causal", "features"
+ANYWHERE = dict(kv_heads=None, causal=True, features=[])
+ANYWHERE |= dict(repeats=9, budget=None, out=None, quick=False)
 SLOW = ["blockwise", "jax.nn/xla"]
 FAST = ["hopper", f"hopper {DETERMINISTIC}", f"hopper {VARLEN}", "blackwell", "ampere", "triton"]
 FAST += [peer.name for peer in PEERS if peer.name not in SLOW]

@@ -233,6 +233,7 @@ DENSE = Contender("dense", _head_by_head, operands=lambda case, *kv: dict(mask=c
 
 
 def dense(case: Case) -> Contender:
+    """What the results are compared with: DENSE, which has none of the further features."""
     return contender("reference") if case.extras else DENSE
 
 
