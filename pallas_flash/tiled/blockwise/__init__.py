@@ -38,7 +38,6 @@ from pallas_flash.tiled.blockwise.tuning import (
     Tiles,
     decode_tiles,
     for_calls,
-    takes_lists,
     tiles,
 )
 
@@ -49,7 +48,6 @@ __all__ = [
     "for_calls",
     "forward",
     "second",
-    "takes_lists",
     "tangent",
     "tiles",
 ]

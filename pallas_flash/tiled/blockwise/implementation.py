@@ -21,9 +21,6 @@ class Blockwise(PageReader):
     def why_not(self, problem):
         return no_empty_axis(problem)
 
-    def takes_lists(self, problem):
-        return blockwise.takes_lists(problem)
-
     def tiles(self, problem):
         return blockwise.tiles(problem)
 
@@ -38,6 +35,7 @@ class Blockwise(PageReader):
     tangent = staticmethod(blockwise.tangent)
     for_calls = staticmethod(blockwise.for_calls)
     results_like = staticmethod(blockwise.results_like)
+    takes_lists = staticmethod(blockwise.tuning.takes_lists)
 
     # ---- pages ----
 
