@@ -294,7 +294,7 @@ PLACES = {  # L, and the places of the query, of keys and values, and of the ind
 
 
 @needs_devices
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", whole_but(PLACES, *list(PLACES)[::2]))
 def test_on_a_mesh_lists_lie_where_their_rows_and_heads_do_and_nothing_moves(name, kind, by, rng):
     L, *places, of_lists = PLACES[name]
@@ -307,6 +307,14 @@ def test_on_a_mesh_lists_lie_where_their_rows_and_heads_do_and_nothing_moves(nam
     equal(run(*spread), run(*x))
     text = run.lower(*spread).compile().as_text()
     assert not re.findall(r"= \S+ (all-gather|all-to-all|collective-permute)", text)
+
+
+@needs_devices
+def test_where_key_heads_are_fewer_than_devices_each_has_the_lists_of_its_own(by, rng):
+    x, mesh = (*qkv(rng, Z), indices_of(rng, by, Z.K)), make_mesh(AxisType.Auto, model=4)
+    spread = [put(mesh, spec, a)[0] for a, spec in zip(x, (MODEL, P(), P(), P()), strict=True)]
+    run = jax.jit(gradients_by(by))
+    equal(run(*spread), run(*x))
 
 
 @needs_devices
