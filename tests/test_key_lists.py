@@ -61,6 +61,12 @@ def test_lists_joined_by_and_show_the_keys_that_all_of_them_name(way, rng):
     check.check(rng, *qkv(rng, Z), way, drawn=drawn)
 
 
+def test_a_query_whose_list_names_nothing_gives_zero_and_has_no_gradient(way, rng):
+    indices, *sizes = lists(rng, Z, 1, 1, n=4)
+    indices[:, ::2] = -1
+    check.check(rng, *qkv(rng, Z), way, lists=(indices, *sizes))
+
+
 def curved(table):
     """A score_mod whose logarithm is no number where the key comes later."""
     return lambda s, b, h, i, j: (

@@ -32,6 +32,7 @@ from meshes import make_mesh, needs_devices, put
 from selection import whole_but
 
 from pallas_flash import masks, paged_attention
+from pallas_flash.caches.attend import _attend_jit
 from pallas_flash.kernels.decoding import listed_keys
 from pallas_flash.masks.resolved_mask import ResolvedLists
 from pallas_flash.problem.page_layout import PageLayout, PageTable
@@ -106,6 +107,14 @@ def test_a_drawn_call_equals_the_oracle_and_reads_no_key_that_no_list_names(requ
         equal_the_oracle(found, q, rows, 1e-6, mask=is_named, **seen(lengths, count), **kw)
 
     equals()
+
+
+def test_calls_with_other_lists_share_one_program(rng):
+    call, q = pool(rng, PAGE, ints(29, 48, 9))[0], normal(rng, B, T, N, H)
+    before = _attend_jit._cache_size()
+    for _ in range(2):
+        paged_attention(q, mask=masks.KeyLists(draw_lists(rng, 1, 1, 1)), **call)
+    assert _attend_jit._cache_size() == before + 1
 
 
 @pytest.mark.parametrize("stored", ["int8", "float8_e4m3fn", ("int8", None)])
