@@ -319,7 +319,7 @@ def resolve_context(call: Call) -> Call:
         return call
     if not isinstance(mask := call.mask, masks.Mask):
         return call.replace(context=context)
-    whole = [type(part).__name__ for part in masks.leaves(mask) if not part.is_by_chunk]
+    whole = [type(part).__name__ for part in masks.leaves(mask) if not part.is_divisible]
     if whole:
         raise NotImplementedError(
             f"{whole[0]} take sequences that are whole on a device; got context={context}. Shard "

@@ -24,7 +24,7 @@ def here() -> jax.Device | AbstractDevice:
     named, default = jax.sharding.get_abstract_mesh().abstract_device, _default()
     if named is None or named.device_kind == default.device_kind:
         return default
-    return next(iter(_of_kind(named)), named)
+    return next(iter(_devices_like(named)), named)
 
 
 def gpu() -> jax.Device | None:
@@ -59,7 +59,7 @@ def _committed(x) -> list[jax.Device]:
     known = x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
     if known is None:
         named = jax.typeof(x).sharding.mesh.abstract_device
-        return [] if named is None else _of_kind(named)
+        return [] if named is None else _devices_like(named)
     is_committed = getattr(known, "committed", False)  # NumPy's are not
     return (
         sorted(known.sharding.addressable_devices, key=lambda device: device.id)
@@ -75,7 +75,7 @@ def _default() -> jax.Device:
     return default
 
 
-def _of_kind(named: AbstractDevice) -> list[jax.Device]:
+def _devices_like(named: AbstractDevice) -> list[jax.Device]:
     """The devices of this machine that are of a kind."""
     try:
         return [

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 IntLike = Any  # an int, or an int32 array
 NO_DATA = int, type(None)
-ARRAYS = np.ndarray, jax.Array
+_ARRAY_TYPES = np.ndarray, jax.Array
 
 
 @dataclass_transform(frozen_default=True)
@@ -71,7 +71,7 @@ def are_equal(a, b) -> bool:
     """Whether two fields, or tuples of these, are equal; a traced array equals itself alone."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(are_equal, a, b))
-    are_arrays = {isinstance(x, ARRAYS) for x in (a, b)}
+    are_arrays = {isinstance(x, _ARRAY_TYPES) for x in (a, b)}
     if are_arrays == {False} or a is b:
         return a is b or a == b
     if are_arrays == {True, False} or isinstance(a, Tracer) or isinstance(b, Tracer):
@@ -83,7 +83,7 @@ def without_values(x):
     """A field with shapes and dtypes, which hash, in place of arrays."""
     if isinstance(x, tuple):
         return tuple(map(without_values, x))
-    return (x.shape, x.dtype) if isinstance(x, ARRAYS) else x
+    return (x.shape, x.dtype) if isinstance(x, _ARRAY_TYPES) else x
 
 
 def is_data(value) -> bool:

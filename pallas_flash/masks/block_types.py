@@ -51,7 +51,7 @@ def compute(v, batch, heads, queries: int, block_q: int, block_k: int) -> jax.Ar
             x = jnp.where(exists, _seen(v, at, block_k)[:, None], 0)
             return (x > 0).any(2).astype(jnp.int8) + (x == block_k).all(2).astype(jnp.int8)
         x = visible_pairs(v, batch, heads, at, key) & exists
-        return _of_blocks(x, block_q, block_k)[:, :, 0]
+        return _block_types(x, block_q, block_k)[:, :, 0]
 
     types = lax.map(types_of_rows, jnp.arange(-(-queries // block_q), dtype=jnp.int32))
     return jnp.moveaxis(types, 0, 2)
@@ -68,10 +68,10 @@ def _seen(v, row, block: int) -> jax.Array:
 
 def from_array(mask, queries: int, keys: int, block_q: int, block_k: int) -> jax.Array:
     """The types of the blocks of a mask array, bool [B | 1, N | 1, T | 1, S | 1]."""
-    return _of_blocks(jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys)), block_q, block_k)
+    return _block_types(jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys)), block_q, block_k)
 
 
-def _of_blocks(x, block_q: int, block_k: int) -> jax.Array:
+def _block_types(x, block_q: int, block_k: int) -> jax.Array:
     """The types of the blocks of bool [.., queries, keys], True where a query sees a key."""
     B, N, T, S = x.shape
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -T % block_q), (0, -S % block_k)))

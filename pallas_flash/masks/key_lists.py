@@ -49,7 +49,7 @@ class KeyLists(Mask):
     # the letter of the axis L of a call, C, K or N, and N
     heads_letter: str = dataclasses.field(default="C", compare=False, repr=False, kw_only=True)
     heads: int = dataclasses.field(default=1, compare=False, repr=False, kw_only=True)
-    is_interval = is_by_chunk = False
+    is_interval = is_divisible = False
 
     def __post_init__(self):
         super().__post_init__()

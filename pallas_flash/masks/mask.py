@@ -52,7 +52,7 @@ class Mask:
     ARRAYS = {}
     is_interval = True  # of keys, for each query
     has_ids = False  # document ids, of which a ResolvedMask holds one set
-    is_by_chunk = True  # whether it may be cut into chunks of queries and keys, as a ring does
+    is_divisible = True  # into chunks of queries and keys, as a ring divides them
 
     def __post_init__(self):
         """Raises if an array of integers has another dtype; a PartitionSpec may stand for it."""
@@ -81,8 +81,8 @@ class Mask:
         return dataclasses.replace(self, **arrays) if arrays else self
 
     def for_mesh(self, lead: tuple[int, ...], heads: int, kv_heads: int) -> "Mask":
-        """The mask with a letter for each axis of its arrays, and as arrays the indices of batch
-        rows, with these leading axes, and of heads that it uses: a mesh shards them."""
+        """The mask as a mesh shards it: ARRAYS has a letter for each axis, and the indices of batch
+        rows and heads that it uses are arrays, by row with the leading axes `lead`."""
         return self
 
     def _arrays(self) -> dict[str, Any]:
@@ -304,9 +304,9 @@ class BlockTypes(Mask):
         return mask
 
     def fitting(self, sizes):
-        return self._of_rows(sizes.of["B"], sizes.of["N"])
+        return self._for_rows(sizes.of["B"], sizes.of["N"])
 
-    def _of_rows(self, batch: int, heads: int) -> "BlockTypes":
+    def _for_rows(self, batch: int, heads: int) -> "BlockTypes":
         """These types, reshaped to [B | 1, N | 1, ..]. Raises if they were made for other batch
         rows or heads, and depend on them."""
         shape = self.block_types.shape
@@ -321,7 +321,7 @@ class BlockTypes(Mask):
         return dataclasses.replace(self, block_types=block_types)
 
     def for_mesh(self, lead, heads, kv_heads):
-        types = self._of_rows(math.prod(lead), heads).block_types
+        types = self._for_rows(math.prod(lead), heads).block_types
         if types.shape[0] == 1:
             return self
         return dataclasses.replace(self, block_types=types.reshape(*lead, *types.shape[1:]))

@@ -63,8 +63,8 @@ class ResolvedMask:
         intervals, ids and lists, whose leading axes have these letters."""
         mask = self
         letters = {self.BY_BATCH: "B", self.BY_QUERY: "BT", self.BY_KEY: "BS"}
-        for fields, these in letters.items():
-            mask = mask.narrow(fields, lambda x, letters=these: convert(x, letters))
+        for fields, axes in letters.items():
+            mask = mask.narrow(fields, lambda x, letters=axes: convert(x, letters))
         if self.lists is None:
             return mask
         return dataclasses.replace(mask, lists=self.lists.by_letters(convert, heads))

@@ -75,8 +75,7 @@ class ByPlatform(equation.Rules):
         if self.is_requested:
             raise NotImplementedError(
                 f"implementation {name!r} runs on {self.traced_on.upper()}s only, but the program "
-                "is lowered for "
-                'another platform; implementation=None takes "blockwise" there.'
+                'is lowered for another platform; implementation=None takes "blockwise" there.'
             )
         like = jax.tree.unflatten(out_tree, jaxpr.out_avals)
         flat = self.flat(functools.partial(self.run_elsewhere, like), in_tree=in_tree)

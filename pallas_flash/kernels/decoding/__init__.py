@@ -38,6 +38,7 @@ def why_not_with_decoding(problem: Problem, multiply: str) -> str | None:
 def decode(problem: Problem, tiles, x: Operands, table=None, scales=(None, None)):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows. With a PageTable keys
     and values are pages, which have `scales` where they are in 8 bits."""
+    # not at the top: they take a newer jax than the choice of an implementation does
     from pallas_flash.kernels.decoding import forward, listed_keys
 
     if problem.resolved_mask.lists is None:

@@ -95,7 +95,7 @@ def as_decoding(p: Problem, x: Operands, pages: PageTable | None, scales) -> tup
     values are pages, which have `scales` where they are in 8 bits."""
     lists, heads = x.resolved_mask.lists, heads_of_lists(p)
     entries = _ascending(lists)
-    mask = _of_positions(p, x.resolved_mask, entries)
+    mask = _decoding_mask(p, x.resolved_mask, entries)
     table = ListedKeys(entries, lists.block, heads, p.kv_heads)
     kv = x.key, x.value
     if pages is not None:
@@ -128,7 +128,7 @@ def _ascending(lists: ResolvedLists):
     return jnp.sort(jnp.minimum(lists.sorted().entries, lists.blocks), axis=-1)
 
 
-def _of_positions(p: Problem, mask: ResolvedMask, entries) -> ResolvedMask:
+def _decoding_mask(p: Problem, mask: ResolvedMask, entries) -> ResolvedMask:
     """The mask of decoding: which positions of its list each query sees."""
     lists, heads = mask.lists, heads_of_lists(p)
     count, n = entries.shape[2:]

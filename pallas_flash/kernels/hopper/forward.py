@@ -66,7 +66,6 @@ def forward(problem: Problem, tiles: HopperTiles, x: Operands):
     """o [B, T, N, Hv] in the query's dtype, and the SoftmaxState of its rows, with an l where the
     logits are in base e."""
     if tiles.decode is not None:
-        # it takes a newer jax than the choice of tiles does
         return decoding.decode(problem, tiles.decode, x)
     p, t = problem, tiles.forward
     check(t, p.dtype)
