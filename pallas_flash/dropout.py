@@ -1,7 +1,7 @@
 """Dropout: which weights of P are kept, as a function of the key, batch row, head, row and column
 alone. The functions here take and return arrays.
 
-Whoever needs the mask computes it, a tile at a time, in the backward again: none of it is stored,
+Whoever needs the mask computes it, a tile at a time, in the backward again. None of it is stored,
 and it is the same in every implementation, for every size of tile and on any number of devices.
 """
 

@@ -123,6 +123,8 @@ def parse(argv) -> argparse.Namespace:
         parser.error(
             f"--heads must be a multiple of --kv-heads; got {args.heads} and {args.kv_heads}."
         )
+    if len(mods := [name for name in args.features if "score_mod" in name]) > 1:
+        parser.error(f"a call has one score_mod; --features names {' and '.join(mods)}.")
     return args
 
 

@@ -142,7 +142,7 @@ def test_features_are_timed_by_name_without_peers(run):
     options = "--features 'a bias' sinks --passes forward --repeats 1"
     rows, printed = run("blockwise, jax.nn/xla", options)
     status = [(row["status"], row["reason"]) for row in rows.values()]
-    assert status == [("ok", ""), ("not run", "it is timed without a bias, sinks")]
+    assert status == [("ok", ""), ("not run", "pallas_flash alone is timed with a bias, sinks")]
     assert lines(printed, "causal with a bias, sinks | forward | blockwise ")
 
 
@@ -337,6 +337,7 @@ WRONG = {  # arguments: what is said
     "benchmark --cases suite --full --heads 2": (
         "the suite has its own shapes; leave out --heads, --causal or --full"
     ),
+    "benchmark --features 'a score_mod' 'arrays of a score_mod'": "a call has one score_mod",
     "experiments forward": "NAME must be one of backward-16384, ",
     "experiments --dry --once": "argument --once: not allowed with argument --dry",
     "experiments": "experiments.py: error: there is no GPU here; --dry goes without.",

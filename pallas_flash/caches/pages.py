@@ -32,7 +32,7 @@ class PagedCache(NamedTuple):
     A token does not fit where no page is free, or where its row has max_length tokens. Outside of
     jax.jit `append` and `reserve` then raise; for this they read the cache's numbers, and so wait
     for the device. Inside, where nothing can raise, such tokens are left out and counted in `lost`,
-    and the row takes no more: until it is released, `attend` gives it NaN, and its `lengths` is
+    and the row takes no more. Until it is released, `attend` gives it NaN, and its `lengths` is
     that of the tokens before. `shortage` says beforehand what an `append` would lack."""
 
     k_pages: Real[Array, "P page K H"]
@@ -64,8 +64,8 @@ class PagedCache(NamedTuple):
 
     @unexpected.refused
     def shortage(self, tokens: Int[AnyArray, "#B"] | int) -> Shortage:
-        """What an append of `tokens` more tokens to each row would lack, (pages, tokens): pages,
-        int32 [], that would have to be free besides the free ones; and tokens, int32 [B], of each
+        """What an append of `tokens` more tokens to each row would lack, (pages, tokens). Pages,
+        int32 [], would have to be free besides the free ones. Tokens, int32 [B], are those of each
         row that would be beyond max_length, or follow lost ones. If all are 0, it fits."""
         tokens = jnp.asarray(self._by_row("tokens", tokens))
         cache, arrays, _ = allocator.on_each_device(self, dict(tokens=tokens))
@@ -167,7 +167,7 @@ class PagedCache(NamedTuple):
         cache holds keys alone. cu_seqlens is another name of cu_seqlens_q.
 
         A query [B, T, N, H] with T > 1 and the T of the last `append` is that of the tokens
-        appended: row b has as many real queries as it got tokens (query_seq_lengths), so that a
+        appended. Row b has as many real queries as it got tokens (query_seq_lengths), so that a
         padded prompt is right as it is. A query of another T, or with T = 1, is that of the last T
         tokens of each row. query_seq_lengths and query_offset say otherwise. A row that lost tokens
         gets NaN."""

@@ -264,7 +264,7 @@ def values_are_keys(size: int | None, key, value, names: tuple[str, str] = ("key
 
 def ints(name: str, x):
     """x as int32. What is too large for that raises where it can be seen, and is brought to the
-    ends of int32 where it is traced: a length or position so far away is as good as any beyond the
+    ends of int32 where it is traced. A length or position so far away is as good as any beyond the
     last key."""
     x = _narrow(name, x)
     if np.can_cast(x.dtype, np.int32):

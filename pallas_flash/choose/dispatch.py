@@ -1,7 +1,7 @@
 """Shards a call over its mesh, selects an implementation, applies differentiable attention.
 
 A bias or mask may broadcast over only some of the leading axes, as [B, 1, N, T, S] does beside a
-query [B, R, T, N, H]: the call becomes B calls of R batch rows, which share it, without a copy.
+query [B, R, T, N, H]. The call becomes B calls of R batch rows, which share it, without a copy.
 """
 
 import dataclasses

@@ -112,8 +112,9 @@ class Loop(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """A slice of arrays [B * C, .., shared * slices * n, ..]: one of the C chunks, and one slice of
-    the heads, or of the heads that share each key head: [B, .., shared * n, ..]."""
+    """A slice of arrays [B * C, .., shared * slices * n, ..], which is [B, .., shared * n, ..]. It
+    has one of the C chunks, and one slice of the heads, or of the heads that share each key
+    head."""
 
     chunks: int = 1
     chunk: Any = 0

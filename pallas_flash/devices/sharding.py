@@ -91,7 +91,7 @@ def _shard_map(
 def map_cache(f: Callable, cache, arrays: dict[str, Any], *static):
     """The results of f(cache, *static, **arrays): an output [B, T, N, H] or None, and the new
     cache. On a mesh with explicit axes each device updates the batch rows and heads of the cache
-    that lie on it, or all rows of a cache in pages; the arrays are resharded to match, and the new
+    that lie on it, or all rows of a cache in pages. The arrays are resharded to match, and the new
     cache lies where the old one does. `cache.axes` has a letter for each axis of a field that is no
     argument of a call."""
     mesh = find_explicit(collect_meshes(jax.tree.leaves((cache, arrays))))

@@ -19,8 +19,9 @@ interpret_effects: frozenset = frozenset()
 
 
 def here() -> jax.Device | AbstractDevice:
-    """The device that a call is for, as far as that is known while it is traced: of the kind that
-    the abstract mesh names, which need not be on this machine, else the default device in force."""
+    """The device that a call is for, as far as that is known while it is traced. It is of the kind
+    that the abstract mesh names, which need not be on this machine, else the default device in
+    force."""
     named, default = jax.sharding.get_abstract_mesh().abstract_device, _default()
     if named is None or named.device_kind == default.device_kind:
         return default

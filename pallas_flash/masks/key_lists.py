@@ -21,7 +21,7 @@ class KeyLists(Mask):
     """A query sees the keys that its list names, as in DeepSeek's sparse attention, NSA and MoBA.
 
     indices are integers [*B, ceil(T / query_block), L, n], or with 1 in place of *B for all batch
-    rows: query row t has the list indices[b, t // query_block, l], whose entry i names the keys
+    rows. Query row t has the list indices[b, t // query_block, l]. An entry i in it names the keys
     from i * block up to, not including, (i + 1) * block. L is 1, if all heads share a list; K, if
     the query heads of a key/value head do; or N, if each has its own.
 

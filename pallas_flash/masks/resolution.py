@@ -1,7 +1,7 @@
 """Resolves the masks of a call into one `ResolvedMask`.
 
-Masks that are no intervals become a mask_mod: masks that | and ~ join an expression whose leaves
-read their arrays by row and by key, and lists of blocks, for what reads no lists, a table.
+Masks that are no intervals become a mask_mod. Masks that | and ~ join become an expression whose
+leaves read their arrays by row and by key, and lists of blocks, for what reads no lists, a table.
 """
 
 import dataclasses

@@ -82,11 +82,10 @@ class Varlen(Mask):
     last sequence are padding.
 
     cu_seqlens_q is int32 [B, sequences + 1], [1, sequences + 1] for the same in all batch rows, or
-    [sequences + 1] for one row, ascending from 0 to the tokens at most; a call with others raises,
-    unless they are traced. Give cu_seqlens_k as well
-    where the keys have other lengths than the queries: the last query of a sequence is then at the
-    position of its last key, and is_causal, windows and the q_idx of rules and scores count from
-    there.
+    [sequences + 1] for one row, ascending from 0 to the tokens at most. A call with others raises,
+    unless they are traced. Give cu_seqlens_k as well where the keys have other lengths than the
+    queries. The last query of a sequence is then at the position of its last key, and is_causal,
+    windows and the q_idx of rules and scores count from there.
 
     For a rule or a score_mod b is still the batch row, and kv_idx the key's place in it:
     `key_value_segment_ids` says in which sequence that is.

@@ -135,7 +135,7 @@ def factored_scores(qk, scale: float, soft_cap: float | None):
     """s, and a factor above 0 for `step`. Their product is `scores` without a bias, in base 2,
     minus the constant soft_cap.
 
-    c tanh(x / c) = c - 2 c / (1 + e^(2 x / c)), by an exp2 and a reciprocal square root: the tanh
+    c tanh(x / c) = c - 2 c / (1 + e^(2 x / c)), by an exp2 and a reciprocal square root. The tanh
     of NVIDIA GPUs errs by 2^-11, times the soft cap.
     """
     if soft_cap is None:
@@ -243,10 +243,10 @@ def _inverse(l):
 
 
 def merge(parts: Sequence[SoftmaxState], log_base: LogBase, differentiable: bool = True):
-    """Merges the states of the same rows over several sets of keys: the share of each set in the
-    softmax of all, by which its output is multiplied before all are added, and the SoftmaxState of
-    all. It has a top if the first part has one. Inside kernels, which know no stop_gradient, it is
-    not differentiable."""
+    """Merges the states of the same rows over several sets of keys. Returns the share of each set
+    in the softmax of all, by which its output is multiplied before all are added, and the
+    SoftmaxState of all. It has a top if the first part has one. Inside kernels, which know no
+    stop_gradient, it is not differentiable."""
     # part by part: along an axis of their array XLA would compute a sum of each maximum, in a
     # kernel of its own
     maxima, sums = zip(*map(_with_sum, parts), strict=True)

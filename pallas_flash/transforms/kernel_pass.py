@@ -229,8 +229,8 @@ class KernelPass(ByPlatform, Pass):
 
     def _merge(self, size: int, leaves, in_axes, in_tree) -> list | None:
         """The arguments of one call that does what `size` calls do. None if merging would copy a
-        query, key or value that they share, or a bias or mask of several batch rows; or if each
-        call has an array without batch rows, or its gradient: sinks, arrays of a rule. Many
+        query, key or value that they share, or a bias or mask of several batch rows. None too if
+        each call has an array without batch rows, or its gradient: sinks, arrays of a rule. Many
         tangents at one place are worth the copies."""
         if self.maps or self.implementation.is_dense:
             return None

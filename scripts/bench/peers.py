@@ -51,7 +51,7 @@ class Contender(NamedTuple):
         if self.needs_gpu and jax.default_backend() != "gpu":
             return "it needs a GPU"
         if self.is_peer and case.extras:
-            return f"it is timed without {case.extras}"
+            return f"pallas_flash alone is timed with {case.extras}"
         lacking = [name for name in case.features() if name in self.lacks]
         return f"it has no {', no '.join(lacking)}" if lacking else self.refuses(case)
 

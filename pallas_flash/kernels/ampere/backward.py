@@ -1,5 +1,5 @@
 """The backward of FlashAttention-2 (arXiv:2307.08691, algorithm 2) in two kernels, which compute P
-again from lse: one owns tiles of queries and sums dQ over the keys, one owns tiles of keys and sums
+again from lse. One owns tiles of queries and sums dQ over the keys, one owns tiles of keys and sums
 dK and dV over the queries. Nothing is added in any other order, so gradients are deterministic."""
 
 import functools

@@ -32,7 +32,7 @@ class Blackwell(MosaicFamily):
         return forward.forward(problem, tiles, x)
 
     def backward_by_kernels(self, problem, tiles, x, lse, do, delta):
-        """The backward of FlashAttention-4 in two kernels, deterministic: one owns tiles of queries
+        """The backward of FlashAttention-4 in two kernels, deterministic. One owns tiles of queries
         and sums dQ over the keys, one owns tiles of keys and sums dK and dV over the queries; 7
         products for a pair of blocks."""
         from pallas_flash.kernels.ampere import backward

@@ -2,7 +2,7 @@
 
 Warpgroups 0 and 1 compute dS, each for half of a block's keys; of warpgroup 2 one warp begins the
 products, one loads by TMA. dS has columns of its own in tensor memory, and S of the next block is
-computed as soon as that of this block is in registers: no product overwrites what another one,
+computed as soon as that of this block is in registers. No product overwrites what another one,
 which may still run, reads.
 """
 

@@ -1,4 +1,4 @@
-"""The primitives of decoding with at most 16 rows: all four warps have the same rows, and each a
+"""The primitives of decoding with at most 16 rows. All four warps have the same rows, and each a
 quarter of the keys of a block (sliced-K), so a block is read from shared memory once.
 
 Up to the softmax scores are a tile [16, keys]. From there on each warp has the online softmax of

@@ -63,8 +63,8 @@ class Hopper(MosaicFamily):
         tiles of queries and sums dQ over the keys; 7 products for a pair of blocks. Where registers
         do not hold dK and dV together each has a kernel: 8 products. Fused: the first of them also
         computes its share of dQ, and TMA adds it up in global memory, in whatever order the tiles
-        come; 5 products, and the last bits of dQ differ from run to run. Where heads share keys,
-        several programs may divide these heads, and dK and dV are added up in the same way.
+        come. It has 5 products, and the last bits of dQ differ from run to run. Where heads share
+        keys, several programs may divide these heads, and dK and dV are added up in the same way.
         """
         from pallas_flash.kernels.hopper import backward_dkv, backward_dq
 

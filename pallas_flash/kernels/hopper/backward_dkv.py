@@ -1,4 +1,4 @@
-"""dK and dV, and in the fused scheme dQ: a program owns keys, and walks over the queries of the
+"""dK and dV, and in the fused scheme dQ. A program owns keys, and walks over the queries of the
 heads that share them, of all or of one of several parts, which then add up dK and dV."""
 
 import functools

@@ -176,7 +176,7 @@ class KeyConsumer(DkvConsumer):
         return p, ds.astype(q.dtype)
 
     def ds_after_dv(self, block: QueryBlock, rows: pl.Slice, masked: bool, add_dv: Callable):
-        """dS, in the dtype of q, of 64 of the block's queries, where registers hold S or dP:
+        """dS, in the dtype of q, of 64 of the block's queries, where registers hold S or dP.
         add_dv(P) comes between the two, and P, the weight of dS, is held in that dtype until dP is
         there."""
         q, (do, delta) = self.q.block(block.position).q, self.do.block(block.position)
@@ -220,7 +220,7 @@ class KeyConsumer(DkvConsumer):
 
 class ColumnConsumer(DkvConsumer):
     """One of two consumers that own the same keys, where registers of one do not hold the sums
-    beside the scores: the first computes P and dS, the second dP, and each adds to half of the
+    beside the scores. The first computes P and dS, the second dP, and each adds to half of the
     columns of dK and dV, by way of shared memory. A kernel may sum dK or dV alone."""
 
     def compute(self, block: QueryBlock, masked: bool, p):

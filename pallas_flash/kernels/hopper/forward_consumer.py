@@ -299,7 +299,7 @@ class QueryTile(NamedTuple):
 
 def attend_second(consumer: ForwardConsumer):
     """The second of two consumers that own the same queries, where o of more than 256 columns would
-    not fit into the registers of one: the first computes S and P once, and each O += P V for half
+    not fit into the registers of one. The first computes S and P once, and each O += P V for half
     of the columns. This one leaves the output in the shared memory of q."""
     c, handoff = consumer, consumer.handoff
     blocks = c.program.blocks_in_order(c.program.work_tile(0))

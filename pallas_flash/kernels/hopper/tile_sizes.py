@@ -59,9 +59,9 @@ class QueryTiles(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """A kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`; or,
-    if `split`, by 64 keys for both: one computes P and dS, the other dP, and each owns half of the
-    columns of dK and dV. Of 192 columns each consumer owns 128, so 64 are computed twice."""
+    """A kernel that owns keys: `block_q` queries at a time by 64 keys for each of `warpgroups`, or,
+    if `split`, by 64 keys for both. Then one computes P and dS, the other dP, and each owns half of
+    the columns of dK and dV. Of 192 columns each consumer owns 128, so 64 are computed twice."""
 
     width: int
     value_width: int

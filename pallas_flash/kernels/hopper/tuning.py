@@ -114,9 +114,9 @@ def _fused_row(p: Problem, processors: int) -> KeyTiles | None:
 
 
 def _with_tiles_per_program(t: QueryTiles, p: Problem, processors: int) -> QueryTiles:
-    """Chooses tiles_per_program: the most, up to LONG blocks of keys, such that programs are
-    equal, every SM starts with one, none runs longer than before, and L2 holds the keys of the
-    heads that run together. It is 1 where shared memory has no room for two tiles."""
+    """Chooses tiles_per_program: the most, up to LONG blocks of keys, that leave programs equal and
+    none longer than before. Every SM starts with one, and L2 holds the keys of the heads that run
+    together. It is 1 where shared memory has no room for two tiles."""
     count = schedule.ceil_div(p.queries, t.block_q)
     programs = lambda n: p.batch * p.heads * count // n
     work = lambda n: schedule.ceil_div(programs(n), processors) * n

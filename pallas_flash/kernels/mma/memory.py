@@ -1,5 +1,5 @@
 """The shared memory of a program that owns a tile of rows and walks over blocks of others, and the
-cheapest tiles that it holds; and matrices in global memory, padded so that kernels may copy whole
+cheapest tiles that it holds. Matrices in global memory are padded so that kernels may copy whole
 blocks of rows."""
 
 import functools

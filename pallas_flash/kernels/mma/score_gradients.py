@@ -1,6 +1,6 @@
 """The gradients of a bias and of the arrays that a score_mod reads, by mma, Hopper's and
-Blackwell's too: dS, or what each pair adds to the gradient of what it reads, summed over the pairs
-that share a number.
+Blackwell's too. They are dS, or what each pair adds to the gradient of what it reads, summed over
+the pairs that share a number.
 
 A program owns some of the sums, computes P again from lse for the tiles of scores that add to them,
 and adds in one order: the gradients are the same each time.
@@ -169,7 +169,7 @@ class TileLoop(NamedTuple):
 
     def over(self, work: WorkTile, blocks: schedule.Blocks, add: Callable, sums):
         """Computes sums = add(sums, tile, score_mod of the head, d) for each block of keys that a
-        tile of queries meets, or block of queries that a tile of keys meets; d() is dS of that
+        tile of queries meets, or block of queries that a tile of keys meets. d() is dS of that
         tile, or dS^T."""
         p, t, x, memory = self.problem, self.tiles, self.x, self.memory
         batch, head, _, owned_tile = work

@@ -153,7 +153,7 @@ class CopyRing(NamedTuple):
 
     def next(self, t: IntLike, load: Callable) -> list:
         """Waits for the t-th block. load(ahead) begins to copy the block so far behind it, which is
-        on its way under the products with this one; with one slot it is the t-th itself, once
+        on its way under the products with this one. With one slot it is the t-th itself, once
         nobody reads the one before it."""
         ahead = self.stages - 1
         if not ahead:

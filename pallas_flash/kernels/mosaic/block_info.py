@@ -138,9 +138,9 @@ def descend(by_tile, blocks: schedule.Blocks) -> schedule.Blocks:
 
 
 def query_blocks(x, work: WorkTile, p: Problem, t) -> Callable:
-    """A function of g: the blocks of queries of the g-th head that see a program's tile of keys,
-    and a function of t: how many blocks come before position t, with the blocks of earlier heads.
-    No block is full where the tile hangs over the last key. x and t: as in `visited`."""
+    """A function of g: the blocks of queries of the g-th head that see a program's tile of keys.
+    With them a function of t: how many blocks come before position t, with the blocks of earlier
+    heads. No block is full where the tile hangs over the last key. x and t: as in `visited`."""
     by_tile = x.blocks
     if isinstance(by_tile, VisitedBlocks):
 

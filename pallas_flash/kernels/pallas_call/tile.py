@@ -297,7 +297,7 @@ def weighted(
 
 
 class Grid(NamedTuple):
-    """A grid of programs, and the blocks of arrays that each gets: for each letter of an axis a
+    """A grid of programs, and the blocks of arrays that each gets. Each letter of an axis has a
     block size (None: one entry, without the axis), and from the grid's indices the number of the
     block (0 for a letter left out).
 

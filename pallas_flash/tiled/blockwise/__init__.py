@@ -6,11 +6,11 @@ eight static blocks are unrolled; more are loops. On a CPU a few heads go at a t
 scores between two products stay in the caches. A forward of few queries behind a long cache copies
 the keys of one block at a time.
 
-A block has the rows of all query heads that share a key/value head, and its scores are
-[rows, keys]: the forward's products then take their operands as they lie, and XLA gives q k^T and
-its softmax to its CPU library in one call. A CPU multiplies slowly by a transposed first operand.
-So the backward transposes q and do, and dk and dv come out transposed; where p and ds are smaller
-it transposes these instead.
+A block has the rows of all query heads that share a key/value head, and its scores are [rows,
+keys]. The forward's products then take their operands as they lie, and XLA gives q k^T and its
+softmax to its CPU library in one call. A CPU multiplies slowly by a transposed first operand. So
+the backward transposes q and do, and dk and dv come out transposed; where p and ds are smaller it
+transposes these instead.
 """
 
 import functools

@@ -101,7 +101,7 @@ class Logits(NamedTuple):
 
     def vjp_from_products(self, qk, bias, indices):
         """The logits, as `from_products`; the tanh of their soft cap, or None; and with a
-        score_mod, else None, a function: it maps the logits' cotangent to that of q k^T, and adds
+        score_mod, else None, a function. It maps the logits' cotangent to that of q k^T, and adds
         to the gradients of the arrays that the score_mod captured."""
         s, tanh = self._before_score_mod(qk, bias)
         if self.score is None:

@@ -1,5 +1,6 @@
 """Slices of arrays, to take out and to put back: a block of neighbouring rows or keys, and a range
-of batch rows and heads, with the indices at which a mask_mod or a score_mod is evaluated there."""
+of batch rows and heads. They have the indices at which a mask_mod or a score_mod is evaluated
+there."""
 
 import dataclasses
 from typing import NamedTuple

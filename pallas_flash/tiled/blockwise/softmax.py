@@ -2,7 +2,7 @@
 the backward.
 
 Scores may be plain products q k^T. Their `scale` is then applied to their difference from the
-maximum: scale q k^T - m in one multiply-add would exceed 0 by the rounding of m, and its
+maximum. In one multiply-add, scale q k^T - m would exceed 0 by the rounding of m, and its
 exponential would overflow where m is large. Where `rows_are_finite` each row has a score above
 -inf, so m needs no guard, and a CPU's library computes the product and its softmax in one call."""
 

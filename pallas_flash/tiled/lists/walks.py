@@ -1,4 +1,4 @@
-"""The walks over the tiles of a list head: by query, a few lists at a time; and by key, for which
+"""The walks over the tiles of a list head: by query, a few lists at a time; and by key. For that
 lists are inverted, and a tile is one entry and a few of the lists that name it."""
 
 from collections.abc import Callable
