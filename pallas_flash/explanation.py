@@ -114,7 +114,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
         derivatives = in_context if context else choice.implementation.derivatives(choice.tiles)
         remark = choice.implementation.remark()
         backward = _backward(choice.implementation, converted, call.deterministic)
-        if problem is not called:
+        if problem.deterministic != called.deterministic:
             backward = f"{BITWISE}: the one that adds in any order failed its self-check"
         lists = None if converted is problem else _as_table(problem.resolved_mask.lists)
     return Explanation(

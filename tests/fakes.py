@@ -129,6 +129,19 @@ def with_two_orders(in_any_order=None, in_order=None) -> Implementation:
     return fake("hopper_like", REFERENCE.forward, backward, tiles=lambda p: p.deterministic)
 
 
+def with_waits(forward, waiting=None) -> Implementation:
+    """A family, "blackwell_like", with a forward that relies on the order of products, and one
+    that waits."""
+    forwards = {False: forward, True: waiting or REFERENCE.forward}
+    family = fake(
+        "blackwell_like",
+        lambda problem, *args: forwards[problem.waits_for_reads](problem, *args),
+        tiles=lambda problem: problem.waits_for_reads,
+    )
+    variants = lambda p: (dataclasses.replace(p, waits_for_reads=waits) for waits in (False, True))
+    return changed(family, variants=variants)
+
+
 def changed(implementation: Implementation, **methods) -> Implementation:
     """The implementation with these functions in place of its methods."""
     new = copy.copy(implementation)

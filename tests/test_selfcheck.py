@@ -129,6 +129,27 @@ def test_where_one_order_of_the_backward_fails_the_family_runs_the_other(install
     assert taken(implementation="hopper_like") == "hopper_like"
 
 
+def test_where_products_run_in_another_order_the_family_waits_for_them(install, checked):
+    install(fakes.with_waits(refused))
+    told = (
+        f"self-check of blackwell_like 16/16 float32, deterministic failed .*: {REFUSED}. Falling "
+        "back to blackwell_like 16/16 float32, deterministic, waits for reads, which is right; "
+    )
+    with pytest.warns(RuntimeWarning, match=told):
+        found = call()
+    close(found, call(implementation="reference"), 1e-5)
+    gradient = jax.grad(lambda q: jnp.sum(call(q)))
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    in_a_ring = lambda q: call(q, context=Ring("x"))
+    ring = jax.shard_map(in_a_ring, mesh=mesh, in_specs=ROWS, out_specs=ROWS)
+    for f in (*(TRANSFORMED[name](gradient) for name in ("vmap", "scan")), ring):
+        jax.eval_shape(f, fakes.QUERY)
+    assert checked == ["blackwell_like"] * 2
+    says = explained()
+    assert (says.implementation, says.tiles) == ("blackwell_like", True)
+    assert says.backward == "blackwell_like has one for this call, whatever deterministic is"
+
+
 def test_where_both_orders_of_the_backward_fail_the_next_family_runs(install, checked):
     install(fakes.with_two_orders(refused, refused), "honest")
     with pytest.warns(RuntimeWarning, match="Falling back to the next implementation, ") as told:

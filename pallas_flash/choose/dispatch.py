@@ -57,7 +57,8 @@ def attend(call: Call):
         inner, choice = _choose(call, inner, operands)
         choice = choice.wrap(*collective)._replace(reverse_only=True)
         # all in which variants differ
-        problem = dataclasses.replace(problem, deterministic=inner.deterministic)
+        differ = "deterministic", "waits_for_reads"
+        problem = dataclasses.replace(problem, **{name: getattr(inner, name) for name in differ})
     return _unflatten_batch(call, problem, *autodiff.attend(problem, choice, operands))
 
 

@@ -90,6 +90,8 @@ class Problem:
     score: BoundScoreMod | None = None  # with shapes in place of its arrays
     max_logits: bool = False  # whether the largest logit of each row is returned
     values_are_keys: bool = False  # whether the values are the keys' first columns
+    # whether no kernel relies on the order in which it begins products
+    waits_for_reads: bool = False
 
     def for_part(self, x: Operands) -> "Problem":
         """The problem of operands with other batch rows and heads."""

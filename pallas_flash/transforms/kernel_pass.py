@@ -204,9 +204,9 @@ class KernelPass(ByPlatform, Pass):
         given, and jax runs such kernels one call after another: the one in order runs instead."""
         problem, tiles = self.problem, self.tiles
         if self.name == "backward":
-            _, *in_order = self.implementation.variants(problem)
-            for other in in_order:
-                if self.is_requested or self.is_right(self.implementation, other):
+            for other in self.implementation.variants(problem):
+                is_new = other.deterministic and not problem.deterministic
+                if is_new and (self.is_requested or self.is_right(self.implementation, other)):
                     problem, tiles = (
                         other,
                         self.implementation.tiles(self.implementation.converted(other)),

@@ -52,6 +52,7 @@ def make(problem: Problem, sizes: dict[str, int]) -> tuple[Problem, Operands, tu
     variant = p.dtype, specs.variants(p)
     call, cotangents = specs.make_call(widths(p) | sizes, *variant, rate=rate)
     small, operands = arguments.normalise(Call(**call, deterministic=p.deterministic))
+    small = dataclasses.replace(small, waits_for_reads=p.waits_for_reads)
     return small, *jax.device_put((operands, cotangents))
 
 

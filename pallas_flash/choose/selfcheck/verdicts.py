@@ -112,7 +112,8 @@ def variant_of(
     # other entry points have no backward
     in_any_order = entry is FLASH_ATTENTION and implementation.adds_in_any_order(problem)
     order = "in any order" if in_any_order else "deterministic"
-    scheme = ", ".join(filter(None, [order, *specs.variants(problem), entry.name]))
+    waits = "waits for reads" if problem.waits_for_reads else None
+    scheme = ", ".join(filter(None, [order, waits, *specs.variants(problem), entry.name]))
     return Variant(implementation.name, *comparison.widths(problem).values(), problem.dtype, scheme)
 
 
