@@ -41,7 +41,8 @@ BY_TCGEN05 = dict(
     stages=(2, 3),
     value_stages=(1, 2),
     columns=(32, 64),
-    exp2_columns=(0, 4, 8, 16),
+    exp2_columns=(0, 4, 8, 12, 16),
+    first_columns=(64, 96),
     in_order=(False, True),
     rescale_threshold=(0, 8),
 )

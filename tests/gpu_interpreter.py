@@ -31,6 +31,8 @@ from jax._src import core as jax_core
 from pallas_flash.caches import attend
 from pallas_flash.devices import sharding
 from pallas_flash.jax_support import gpus, hardware
+from pallas_flash.kernels.blackwell import tuning as blackwell
+from pallas_flash.kernels.blackwell.tile_sizes import ForwardTiles
 from pallas_flash.kernels.hopper import tuning
 from pallas_flash.transforms import autodiff, equation
 
@@ -112,8 +114,9 @@ def kernels(implementation: str, detect_races: bool = False, tma: bool = False):
     others, which Pallas' own interpreter runs, need nothing. What runs by mma copies by TMA on
     Hopper; for `ampere` by cp.async with the tiles of an A100, or by TMA with those of an RTX 5090,
     and on a GPU by what it has. Small calls run what large ones do where gradients may be added in
-    any order. Yields Races, of which the interpreter alone finds any: a test that needs one is not
-    marked `gpu`."""
+    any order. Where races are looked for no product relies on the order in which it was begun.
+    Yields Races, of which the interpreter alone finds any: a test that needs one is not marked
+    `gpu`."""
     here = hardware.compute_capability() or 0.0
     match implementation:
         case "hopper":
@@ -126,13 +129,20 @@ def kernels(implementation: str, detect_races: bool = False, tma: bool = False):
             yield Races()
             return
     one_kernel = mock.patch.object(tuning, "ONE_KERNEL_KEYS", 0)
-    with one_kernel, _with_tma(has_tma, memory_of), _kernels(is_here, detect_races) as races:
-        yield races
+    # which the clocks do not know
+    no_order = mock.patch.object(ForwardTiles, "relies_on_order", False)
+    two_tiles = mock.patch.object(blackwell, "_row_tiles", lambda p, _: _row_tiles(p, 1))
+    with one_kernel, two_tiles, no_order if detect_races else contextlib.nullcontext():
+        with _with_tma(has_tma, memory_of), _kernels(is_here, detect_races) as races:
+            yield races
 
 
 hopper_kernels, ampere_kernels = (
     functools.partial(kernels, implementation) for implementation in ("hopper", "ampere")
 )
+
+
+_row_tiles = blackwell._row_tiles
 
 
 def _with_tma(tma: bool, memory_of: float | None = None):
@@ -164,6 +174,7 @@ def _clear_caches():
         jitted.clear_cache()
     equation._compiled.cache_clear()
     sharding._program_once.cache_clear()
+    blackwell._tiles.cache_clear()
 
 
 def record_products(monkeypatch) -> list:

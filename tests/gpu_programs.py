@@ -4,6 +4,7 @@ python -m tests.gpu_programs NAME FOLDER [ARGUMENT ...]
 """
 
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -83,6 +84,20 @@ def roles(folder: pathlib.Path, gpu: str, head: str):
         name = re.search(r"\.text\.(\w+)_mosaic_gpu_kernel", sass).group(1)
         for limit, used in registers_of_roles(sass):
             print(name, limit, used)
+
+
+def publications(folder: pathlib.Path, gpu: str, head: str):
+    """Prints of each loop of the Blackwell forward's softmax how many of its exponentials stand
+    before each arrival at an mbarrier, and how many there are."""
+    x = [_shape(4, 1024, 64, int(head))] * 3  # two tiles to a program
+    gpu_code.compiled(_gpus()[gpu], _attend("blackwell"), *x)
+    gpu_code.kernels(folder, "flash_attention_forward")  # which assembles it
+    (cubin,) = folder.glob("*.cubin")
+    for loop in gpu_code.loops(gpu_code._run("nvdisasm", "-c", cubin).stdout):
+        counts = [*itertools.accumulate("MUFU.EX2" in x for x in loop)]
+        if counts[-1]:
+            published = (n for n, x in zip(counts, loop, strict=True) if "SYNCS.ARRIVE" in x)
+            print(*published, counts[-1])
 
 
 def registers_of_roles(sass: str) -> list[tuple[int, int]]:

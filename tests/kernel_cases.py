@@ -422,6 +422,10 @@ PROPERTIES = {
     "long, by entry": reads((2, 8), t5),
     # more stages hold narrow heads
     "long, heads of 64, by 128": Case(sizes(650, 700, 64, N=1), CAUSAL | dict(query_offset=50)),
+    # whose P has columns of its own
+    "long, heads of 128, one tile of queries": Case(
+        sizes(100, 450, 128, N=1), CAUSAL | dict(query_offset=350)
+    ),
     "long, a rule": of_heads(64, holes(0, 2), z=LONG._replace(N=2)),
     "long, a mask and a bias": of_heads(
         64, dense(1, 2, 300, 450), added(1, 1, 300, 450), z=LONG._replace(N=2)

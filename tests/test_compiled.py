@@ -215,6 +215,20 @@ def test_each_role_of_a_blackwell_kernel_uses_the_registers_that_it_has(gpu, hea
     assert all(int(used) <= int(limit) for _, limit, used in roles), printed
 
 
+@pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
+@pytest.mark.parametrize("head", whole_but([64, 128]))
+def test_alpha_and_half_of_p_are_published_before_other_exponentials(head, tmp_path):
+    softmaxes = [
+        [*map(int, line.split())]
+        for line in run_program("publications", tmp_path, "B200", str(head)).splitlines()
+    ]
+    assert len(softmaxes) == 2
+    for *taken, alpha, half, all_, exponentials in softmaxes:
+        assert len(taken) == (head == 64)  # that S is in registers
+        assert alpha < exponentials / 10 and half < exponentials * 4 / 5, softmaxes
+        assert all_ == exponentials
+
+
 # a score_mod reads the head of a row; the values of MLA are columns of the keys; with 32 rows to a
 # key head each warp reads all keys; keys that lists name are copied row by row
 DECODING = {

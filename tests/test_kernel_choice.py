@@ -15,6 +15,7 @@ from selection import needs_mosaic
 from pallas_flash import explain, explain_paged, flash_attention, masks, scores
 from pallas_flash.accounting import GPUS
 from pallas_flash.choose.implementations import AMPERE, BLACKWELL, HOPPER
+from pallas_flash.choose.selfcheck import verdicts
 from pallas_flash.jax_support import hardware
 from pallas_flash.kernels.mosaic import operations
 from pallas_flash.tiled import split_kv
@@ -87,6 +88,31 @@ def test_one_query_is_decoding_beside_what_changes_no_array(name):
     assert split_kv.is_decoding(problem) == is_decoding
     for family in FAMILIES.values():
         assert (family.tiles(problem).decode is not None) == is_decoding
+
+
+# on the 148 processors of a B200: 256 queries a program would leave some idle, or half of them
+# have no queries
+@needs_interpreter
+@pytest.mark.parametrize(
+    "B, T, N, H, row_tiles, in_order",
+    [
+        (1, 2048, 8, 128, 1, [True, False]),
+        (1, 2048, 16, 128, 2, [True, False]),
+        (64, 128, 16, 128, 1, [True, False]),
+        (64, 640, 16, 192, 2, [True, False]),
+        (1, 2048, 16, 64, 2, [True]),  # P has columns of its own
+    ],
+)
+def test_a_b200_has_the_tiles_that_keep_it_busy_and_a_variant_that_waits_for_reads(
+    B, T, N, H, row_tiles, in_order
+):
+    q, k, v = (shaped(B, T, N, size) for size in (H, H, min(H, 128)))
+    with as_if_on(GPUS["B200"]):
+        problem = explain(q, k, v, implementation="blackwell").problem
+        found = [BLACKWELL.tiles(each).forward for each in BLACKWELL.variants(problem)]
+        schemes = {verdicts.variant_of(BLACKWELL, each) for each in BLACKWELL.variants(problem)}
+    assert [(t.row_tiles, t.in_order) for t in found] == [(row_tiles, order) for order in in_order]
+    assert len(schemes) == len(in_order)
 
 
 SHORT_OF = {  # a GPU, head sizes: who decodes, and what is said of shared memory

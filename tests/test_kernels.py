@@ -240,10 +240,13 @@ def test_so_are_tangents_along_some_of_the_arrays(family, some):
 # Blackwell's P lies over S, and P and dS over dP, of heads of 128
 FAST_RACES = spread(["long, heads of 128, in any order"] * 2 + ["long, heads of 64"] * 2)
 WIDEST = [("hopper", f"long, heads of {size}") for size in ("512", "64 and 512", "320")]
-BY_128 = "long, heads of 64, by 128"
-LONG = [name for name in PROPERTIES if name.startswith("long") and ("hopper", name) not in WIDEST]
-LONG.remove(BY_128)
-RACES = [*with_each(FAMILIES, LONG), *WIDEST, ("blackwell", BY_128)]
+OF_BLACKWELL = ["long, heads of 64, by 128", "long, heads of 128, one tile of queries"]
+LONG = [
+    name
+    for name in PROPERTIES
+    if name.startswith("long") and ("hopper", name) not in WIDEST and name not in OF_BLACKWELL
+]
+RACES = [*with_each(FAMILIES, LONG), *WIDEST, *(("blackwell", name) for name in OF_BLACKWELL)]
 RACES += itertools.product(BY_MMA, LONG_BY_MMA)
 
 
@@ -323,7 +326,8 @@ LEFT_OUT = {
     ),
 }
 BARRIERS = {
-    "forward": "q_full k_full v_full k_free v_free s_full p_full p_read alpha_full o_full",
+    "forward": "q_full k_full v_full k_free v_free s_full s_free p_free p_full p_read "
+    "alpha_full o_full",
     "backward_dq": "q_full do_full k_full v_full k_free v_free s_full s_free dp_full ds_full "
     "dq_full dq_written",
     # but for q_free, which shows no race: perhaps since do, with a slot less, is waited for before
@@ -331,13 +335,14 @@ BARRIERS = {
     "ds_full step_done done",
 }
 LENGTHS = {"forward": (256, 512), "backward_dq": (128, 512), "backward_dkv": (512, 128)}
+P_APART = "s_free", "p_free"  # barriers of the forward where P has columns of its own
 LEFT_OUT |= {
     f"blackwell, {kernel}: the waits for {barrier}": LeftOut(
         "blackwell",
         f"blackwell.{kernel}._kernel",
         is_forward=kernel == "forward",
         lengths=LENGTHS[kernel],
-        head_size=128,
+        head_size=64 if kernel == "forward" and barrier in P_APART else 128,
         barrier=barrier,
     )
     for kernel, barriers in BARRIERS.items()
@@ -348,10 +353,8 @@ LEFT_OUT |= {
         "blackwell", where, is_forward=True, lengths=(256, 512), head_size=128
     )
     for what, where in (
-        ("the wait for O's loads by a warp", "blackwell.tile.await_loads"),
-        ("the wait for O's stores by a warp", "blackwell.tile.await_stores"),
-        ("the wait for loads", "blackwell.forward.plgpu.wait_load_tmem"),
-        ("the wait for stores", "blackwell.forward.plgpu.commit_tmem"),
+        ("the wait for loads by a warp", "blackwell.tile.await_loads"),
+        ("the wait for stores by a warp", "blackwell.tile.await_stores"),
         ("the fence before TMA reads", "blackwell.forward.plgpu.commit_smem"),
         ("the wait until TMA has read", "blackwell.forward.plgpu.wait_smem_to_gmem"),
     )
@@ -384,7 +387,7 @@ def without_waits(kernel, barrier):
     whole_but(
         LEFT_OUT,
         *(name for name in LEFT_OUT if "the wait for a" in name),
-        "blackwell, forward: the waits for p_full",
+        *(f"blackwell, forward: the waits for {barrier}" for barrier in ("p_full", *P_APART)),
     ),
 )
 def test_without_it_there_is_a_race(name, rng, monkeypatch):

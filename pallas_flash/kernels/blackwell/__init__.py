@@ -1,6 +1,8 @@
 """FlashAttention-4 as Mosaic GPU kernels for Blackwell's datacenter GPUs: tcgen05, tensor memory,
 TMA. What they do not compute, kernels/ampere does."""
 
+import dataclasses
+
 from pallas_flash.kernels import ampere
 from pallas_flash.kernels.mosaic.family import MosaicFamily, copies_for_tma
 from pallas_flash.problem.arguments import Gradients
@@ -25,6 +27,13 @@ class Blackwell(MosaicFamily):
         from pallas_flash.kernels.blackwell import tuning
 
         return tuning.tiles(problem)
+
+    def variants(self, problem):
+        yield from super().variants(problem)
+        forward = self.tiles(self.converted(problem)).forward
+        # as the self-check's larger problem has it
+        if forward and forward._replace(row_tiles=2).relies_on_order:
+            yield dataclasses.replace(problem, waits_for_reads=True)
 
     def forward(self, problem, tiles, x):
         from pallas_flash.kernels.blackwell import forward

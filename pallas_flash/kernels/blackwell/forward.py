@@ -6,6 +6,7 @@ warp begins the products, and one loads.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -27,13 +28,13 @@ from pallas_flash.tiled import online_softmax, schedule
 from pallas_flash.tiled.online_softmax import SoftmaxState
 
 # Rows for head sizes, with as many stages as shared memory holds. A step, both tiles by 128 keys,
-# takes a B200 8 clocks of products for each column of width and value_width, 2064 of exponentials
-# (16 a clock) and some 1170 of instructions. Where exponentials bind, 8 columns of 32 are
-# polynomials: 1552 of exponentials, 1474 of instructions.
+# takes a B200 8 clocks of products for each column of width and value_width, and 2064 of
+# exponentials (16 a clock), which are in the chain from S to P whatever binds: 8 columns of 32 are
+# polynomials, 1552 of exponentials for some 290 more of instructions.
 TILES = (
-    ForwardTiles(64, 64, stages=4, value_stages=4, exp2_columns=8),
-    ForwardTiles(64, 128, stages=3, value_stages=3, exp2_columns=8),
-    ForwardTiles(128, 64, stages=3, value_stages=3, exp2_columns=8),
+    ForwardTiles(64, 64, stages=4, value_stages=4),
+    ForwardTiles(64, 128, stages=3, value_stages=3),
+    ForwardTiles(128, 64, stages=3, value_stages=3),
     ForwardTiles(128, 128),
     ForwardTiles(192, 128, value_stages=1),
 )
@@ -54,6 +55,8 @@ class ForwardMemory(NamedTuple):
     k_free: Any  # products -> loads
     v_free: Any
     s_full: Any  # products -> softmax
+    s_free: Any  # softmax -> products, where P has columns of its own; else None
+    p_free: Any  # products -> softmax
     alpha_full: Any  # softmax -> correction
     p_full: tuple  # for each part of P: softmax, and at the first the correction -> products
     p_read: Any  # products -> products
@@ -61,14 +64,14 @@ class ForwardMemory(NamedTuple):
 
     @classmethod
     def allocate(cls, p: Problem, t: ForwardTiles) -> "ForwardMemory":
-        block = functools.partial(shared_matrix, p.dtype, swizzle=t.swizzle)
+        block = functools.partial(shared_matrix, p.dtype)
         ordered = tile.ordered_barriers
         n = t.row_tiles
         by_row = plgpu.SMEM((n, ROWS), jnp.float32)
         return cls(
-            q=block(n, ROWS, max(t.width, t.value_width)),
-            k=block(t.stages, t.block_k, t.width),
-            v=block(t.value_stages, t.block_k, t.value_width),
+            q=block(n, ROWS, max(t.width, t.value_width), swizzle=t.swizzle),
+            k=block(t.stages, t.block_k, t.width, swizzle=t.swizzle),
+            v=block(t.value_stages, t.block_k, t.value_width, swizzle=t.value_swizzle(p.dtype)),
             alpha=by_row,
             l=by_row,
             q_full=barriers(n),
@@ -77,6 +80,8 @@ class ForwardMemory(NamedTuple):
             k_free=ordered(t.stages),
             v_free=ordered(t.value_stages),
             s_full=ordered(n),
+            s_free=None if t.p_over_s else ordered(n),
+            p_free=ordered(n),
             alpha_full=ordered(n),
             p_full=(ordered(n, arrivals=2), ordered(n)),
             p_read=ordered(n),
@@ -87,12 +92,12 @@ class ForwardMemory(NamedTuple):
 class TensorMemory(NamedTuple):
     """The tensor memory of a program, for each of its tiles of queries."""
 
-    scores: tuple  # S, float32 [128, 128], and the parts of P, of 64 columns each
+    scores: tuple  # S, float32 [128, 128], and the parts of P
     o: tuple  # float32 [128, value_width]
 
     @classmethod
     def allocate(cls, p: Problem, t: ForwardTiles) -> "TensorMemory":
-        scores = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.p_in_parts(p.dtype)
+        scores = plgpu.TMEM((ROWS, ROWS), jnp.float32), tile.left_operands(p.dtype, *t.p_columns)
         if t.p_over_s:
             scores = plgpu.RefUnion(*scores)
         o = plgpu.TMEM((ROWS, t.value_width), jnp.float32)
@@ -203,7 +208,7 @@ def produce(program: Program):
 
 
 class Products(NamedTuple):
-    """The warp that begins all products, and waits for none but where P lies over S."""
+    """The warp that begins all products."""
 
     program: Program
 
@@ -214,23 +219,32 @@ class Products(NamedTuple):
         for i in program.row_tiles:
             plgpu.barrier_wait(m.q_full.at[i])
             self.scores(i, 0)
+            plgpu.tcgen05_commit_arrive(m.p_free.at[i])
         program.k.release(0)
         schedule.loop(0, last, self.step, None)
         program.v.wait(last)
         for i in program.row_tiles:
             self.accumulate(i, last)
             plgpu.tcgen05_commit_arrive(m.o_full.at[i])
+            self.await_s_free(i)
 
     def step(self, n: IntLike, _):
-        """S of a tile follows its P V at once: were all P V first, both tiles would have their
-        softmax at a time, and none under the other's products."""
+        """S of a tile is next to its P V: were all P V first, both tiles would have their softmax
+        at a time, and none under the other's products. Where P has columns of its own, S is before
+        P V, as soon as the S before is in registers."""
         program = self.program
         program.v.wait(n)
         program.k.wait(n + 1)
         for i in program.row_tiles:
-            self.accumulate(i, n)
-            self.await_p_read(i)
-            self.scores(i, n + 1)
+            if program.tiles.p_over_s:
+                self.accumulate(i, n)
+                self.await_p_read(i)
+                self.scores(i, n + 1)
+            else:
+                self.await_s_free(i)
+                self.scores(i, n + 1)
+                self.accumulate(i, n)
+            plgpu.tcgen05_commit_arrive(program.memory.p_free.at[i])
         program.v.release(n)
         program.k.release(n + 1)
 
@@ -244,18 +258,24 @@ class Products(NamedTuple):
     def accumulate(self, i: int, n: IntLike):
         """Begins O += P V of block n, by the parts of P."""
         program, o = self.program, self.program.tensor.o[i]
-        v = program.v.block(n)
-        for part, p in enumerate(program.tensor.p(i)):
-            plgpu.barrier_wait(program.memory.p_full[part].at[i])
-            accumulate = True if part else n > 0
-            plgpu.tcgen05_mma(o, p, v.at[tile.half_slice(part)], accumulate=accumulate)
+        v, first = program.v.block(n), 0
+        for p, p_full in zip(program.tensor.p(i), program.memory.p_full, strict=True):
+            plgpu.barrier_wait(p_full.at[i])
+            keys = pl.ds(first, p.shape[1])
+            plgpu.tcgen05_mma(o, p, v.at[keys], accumulate=True if first else n > 0)
+            first += p.shape[1]
+
+    def await_s_free(self, i: int):
+        """Waits, where the next S does not overwrite P, until this S is in registers."""
+        if not self.program.tiles.p_over_s:
+            plgpu.barrier_wait(self.program.memory.s_free.at[i])
 
     def await_p_read(self, i: int):
-        """Waits until P V has read the P that the next S overwrites. Both run in the order in which
-        they are begun, as far as is known, but PTX promises that only to products that add to the
-        same sums (PTX ISA, section 9.7.16.6.2, Pipelined tcgen05 Instructions)."""
-        t, m = self.program.tiles, self.program.memory
-        if t.p_over_s and not t.in_order:
+        """Waits until P V has read the P that the next S overwrites, unless the order in which one
+        thread begins products is relied on. cuDNN and FlashAttention-4 rely on it; the PTX ISA
+        promises it to products that add to the same sums (section 9.7.16.6.2)."""
+        m = self.program.memory
+        if not self.program.tiles.relies_on_order:
             plgpu.tcgen05_commit_arrive(m.p_read.at[i])
             plgpu.barrier_wait(m.p_read.at[i])
 
@@ -295,19 +315,19 @@ class Softmax(NamedTuple):
         stats, alpha = online_softmax.raise_maximum(
             jnp.concatenate(s, axis=1), stats, log_base, scale, t.rescale_threshold
         )
-        # The correction has read the alpha before: it did so before P V, and S, for which this
-        # warpgroup has waited since, was begun after that.
+        # P V of the block before has ended, and before it the correction has read alpha
+        plgpu.barrier_wait(m.p_free.at[self.i])
         m.alpha[self.i] = alpha
         plgpu.barrier_arrive(m.alpha_full.at[self.i])
         exp2 = functools.partial(tile.exp2_of_tile, columns=t.exp2_columns)
-        count = len(pieces) // len(p_tmem)
-        for part, part_tmem in enumerate(p_tmem):
+        scores = iter(zip(pieces, s, strict=True))
+        for part_tmem, p_full in zip(p_tmem, m.p_full, strict=True):
             p = []
-            for at, x in list(zip(pieces, s, strict=True))[part * count :][:count]:
+            for at, x in itertools.islice(scores, part_tmem.shape[1] // t.columns):
                 x, stats = online_softmax.weights(x, stats, log_base, scale, exp2)
                 p.append(self.logits.drop(x, at).astype(self.program.problem.dtype))
             tile.store(part_tmem, 0, p)
-            plgpu.barrier_arrive(m.p_full[part].at[self.i])
+            plgpu.barrier_arrive(p_full.at[self.i])
         return stats
 
     def pieces(self, n: IntLike) -> list[ScoreTile]:
@@ -322,6 +342,8 @@ class Softmax(NamedTuple):
         program = self.program
         plgpu.barrier_wait(program.memory.s_full.at[self.i])
         loaded = tile.load_columns(program.tensor.s(self.i), pl.ds(0, ROWS), program.tiles.columns)
+        if not program.tiles.p_over_s:
+            plgpu.barrier_arrive(program.memory.s_free.at[self.i])
         s, scales = zip(*map(self.logits.modify, loaded, pieces), strict=True)
         if masked:
             s = [self.mask.select(at)(x, -jnp.inf) for x, at in zip(s, pieces, strict=True)]
@@ -345,8 +367,7 @@ class Correction(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def step(self, n: IntLike, _):
-        """O *= alpha. P V of the block before has ended: the softmax has waited for S, which was
-        begun after it."""
+        """O *= alpha. P V of the block before has ended: the softmax has waited for it."""
         m = self.program.memory
         for i in self.program.row_tiles:
             plgpu.barrier_wait(m.alpha_full.at[i])

@@ -85,9 +85,9 @@ def ordered_barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
 SWIZZLED_COLUMNS = 64  # of 16 bits, side by side in shared memory
 
 
-def p_in_parts(dtype) -> tuple:
-    """P of a tile, as left operands, each half of its columns."""
-    return (plgpu.TMEM((ROWS, HALF), dtype, packed=True),) * (ROWS // HALF)
+def left_operands(dtype, *columns: int) -> tuple:
+    """A tile of 16 bits in parts of so many columns."""
+    return tuple(plgpu.TMEM((ROWS, n), dtype, packed=True) for n in columns)
 
 
 def column_slices(width: int, size: int) -> list[pl.Slice]:
@@ -129,7 +129,7 @@ def load_columns(ref, columns: pl.Slice, size: int) -> list:
         plgpu.async_load_tmem(ref.at[:, pl.ds(columns.start + d, size)], layout=LAYOUTS.tile)
         for d in range(0, columns.size, size)
     ]
-    plgpu.wait_load_tmem()
+    await_loads()
     return pieces
 
 
@@ -139,7 +139,7 @@ def store(ref, first: int, pieces: list):
         at = pl.ds(first, piece.shape[1])
         plgpu.async_store_tmem(ref.at[:, at], piece.astype(ref.dtype))
         first += piece.shape[1]
-    plgpu.commit_tmem()
+    await_stores()
 
 
 def write(smem, ref, columns: range, factor: float = 1.0):

@@ -1,13 +1,14 @@
 """What describes a Blackwell kernel: how it tiles a problem, and what else may vary."""
 
+import math
 from typing import NamedTuple
 
 from pallas_flash.kernels.mma.tile_sizes import AmpereTiles, DecodeTiles, MmaTiles
-from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, row_bytes
+from pallas_flash.kernels.mosaic.elements import SWIZZLES, Tiling, row_bytes, swizzle_of_rows
 
 ROWS = 128  # of a product, and of tensor memory
 TENSOR_COLUMNS = 512  # of 32 bits
-HALF = ROWS // 2  # columns of P that a product begins with, or of a consumer of the backward
+HALF = ROWS // 2  # columns of a consumer of the backward
 CONSUMERS = 2  # of the backward: each computes half of a block's scores
 
 
@@ -21,12 +22,11 @@ class ForwardTiles(NamedTuple):
     stages: int = 2
     value_stages: int = 2
     columns: int = 32  # of the scores that a thread computes at once
-    exp2_columns: int = 0  # of these, whose exponentials are polynomials
+    exp2_columns: int = 8  # of these, whose exponentials are polynomials
+    first_columns: int = HALF  # of P, with which P V begins; a product of the others follows
     # how far scores may exceed the maximum they are taken from; O is rescaled only beyond
     rescale_threshold: float = 8.0
-    # whether a product may overwrite what the product issued before it reads, without a wait:
-    # PTX promises order only to products with the same accumulator
-    in_order: bool = False
+    in_order: bool = True  # whether products read and write in the order in which they are begun
 
     swizzle = SWIZZLES[0]
     block_k = ROWS
@@ -40,6 +40,20 @@ class ForwardTiles(NamedTuple):
         """Whether P lies over S, since tensor memory has no columns for both."""
         columns = self.row_tiles * (self.block_k + self.block_k // 2 + self.value_width)
         return columns > TENSOR_COLUMNS
+
+    @property
+    def p_columns(self) -> tuple[int, int]:
+        """The columns of each part of P."""
+        return self.first_columns, self.block_k - self.first_columns
+
+    def value_swizzle(self, dtype: str) -> int:
+        """The swizzle of values, of which products take a row for each column of a part of P."""
+        return swizzle_of_rows(dtype, math.gcd(*self.p_columns), self.swizzle)
+
+    @property
+    def relies_on_order(self) -> bool:
+        """Whether S overwrites the P that a product begun before it reads, without a wait."""
+        return self.p_over_s and self.in_order
 
     @property
     def tiling(self) -> Tiling:

@@ -5,12 +5,19 @@ import functools
 from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.ampere import tuning as ampere
 from pallas_flash.kernels.blackwell import backward_dkv, backward_dq, forward
-from pallas_flash.kernels.blackwell.tile_sizes import BlackwellTiles, ForwardTiles, GradientTiles
+from pallas_flash.kernels.blackwell.tile_sizes import (
+    ROWS,
+    BlackwellTiles,
+    ForwardTiles,
+    GradientTiles,
+)
 from pallas_flash.kernels.decoding import tuning as decoding
+from pallas_flash.kernels.mosaic import scheduler
 from pallas_flash.kernels.mosaic.elements import cheapest
 from pallas_flash.kernels.mosaic.launch import shared_bytes
 from pallas_flash.problem.arguments import Problem
 from pallas_flash.problem.log_base import LogBase
+from pallas_flash.tiled import schedule
 
 SHARED = gpus.SM100.program_bytes  # bytes of shared memory of a program
 
@@ -20,19 +27,33 @@ def tiles(problem: Problem) -> BlackwellTiles:
     by_mma = ampere.tiles(problem)
     if decoding.is_only_way(problem):
         return BlackwellTiles(None, None, None, by_mma)
-    forward, *backward = _tiles(problem, hardware.compute_capability())
+    forward, *backward = _tiles(problem, hardware.compute_capability(), hardware.processors())
     return BlackwellTiles(None if by_mma.decode else forward, *backward, by_mma)
 
 
 @functools.lru_cache(256)  # an eager call chooses each time
-def _tiles(p: Problem, capability: float | None) -> tuple[ForwardTiles | GradientTiles | None, ...]:
+def _tiles(
+    p: Problem, capability: float | None, processors: int
+) -> tuple[ForwardTiles | GradientTiles | None, ...]:
     """The rows of the forward, of dQ, and of dK and dV."""
     row = _row(forward.TILES, p, forward.ForwardMemory)
     others = (
         _row(backward_dq.TILES, p, backward_dq.DqMemory),
         _row(backward_dkv.TILES, p, backward_dkv.DkvMemory),
     )
-    return row and row._replace(exp2_columns=_exp2_columns(row, p, capability)), *others
+    chosen = row and row._replace(
+        row_tiles=_row_tiles(p, processors),
+        exp2_columns=_exp2_columns(row, p, capability),
+        in_order=not p.waits_for_reads,
+    )
+    return chosen, *others
+
+
+def _row_tiles(p: Problem, processors: int) -> int:
+    """Tiles of queries to a program: one where two leave processors idle, or are half empty. A
+    step of one takes two thirds of the clocks of a step of two, by a model of the waits."""
+    rounds = lambda n: schedule.ceil_div(scheduler.query_programs(p, n * ROWS), processors)
+    return min((2, 1), key=lambda n: rounds(n) * (1 + n))
 
 
 def _exp2_columns(t: ForwardTiles, p: Problem, capability: float | None) -> int:
