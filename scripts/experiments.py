@@ -43,6 +43,8 @@ PRODUCER = (
     "dq_by_producer: on, if that gains 1% by the product of times without groups. "
     "ONE_KERNEL_KEYS of hopper/tuning.py: as many keys as one kernel needs to be no slower than two"
 )
+TILES, APART = "forward.tiles_per_program", "forward.heads_apart=True"
+OF_PROGRAMS = "the tiles of queries of a program, and whether its heads lie apart: what gains 1%"
 PEERS = "nothing; it is beside peers"
 
 
@@ -50,8 +52,10 @@ def backward(case: Case, *peers: str) -> Experiment:
     return Experiment(case, "backward", [DEFAULT, ONE, BY_PRODUCER, TWO, *peers], PRODUCER)
 
 
-def forward(case: Case, *peers: str) -> Experiment:
-    return Experiment(case, "forward", [DEFAULT, *peers], PEERS)
+def forward(case: Case, *peers: str, changes: tuple[str, ...] = ()) -> Experiment:
+    variants = (f"{DEFAULT}: {change}" for change in changes)
+    decides = OF_PROGRAMS if changes else PEERS
+    return Experiment(case, "forward", [DEFAULT, *variants, *peers], decides)
 
 
 causal = functools.partial(all_tokens, 128)
@@ -72,8 +76,12 @@ HOPPER = {
     "documents-16384": backward(long(documents=16), "fa3"),
     "64-16384": backward(all_tokens(64, 16384), "jla fused"),
     "full-16384": backward(long(causal=False), "jax.nn/cudnn"),
-    "forward-1024": forward(causal(1024), "fa3", "torch"),
-    "forward-512": forward(causal(512), "tokamax", "torch"),
+    "forward-1024": forward(causal(1024), "fa3", "torch", changes=(f"{TILES}=2", f"{TILES}=8")),
+    "forward-512": forward(
+        causal(512),
+        *("tokamax", "torch"),
+        changes=(f"{TILES}=4", f"{TILES}=16", APART, f"{TILES}=16, {APART}"),
+    ),
     "forward-documents": forward(long(documents=16), "hopper varlen", "fa3"),
     "decode-1": forward(one_token(1, 32768), "jax.nn/cudnn", "decode_attention"),
     "decode-8": forward(one_token(8, 8192), "jax.nn/cudnn", "decode_attention"),

@@ -397,6 +397,19 @@ def test_short_programs_go_over_several_tiles_where_all_processors_stay_busy(
     assert tiles(x).forward.tiles_per_program == ROUNDS[heads, length]
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_programs_of_several_heads_own_each_tile_once(apart):
+    x = shaped(200, 300, 128, batch=3, heads=4, kv_heads=2)
+    problem = explain(*x).problem
+    t = tiles(x).forward._replace(tiles_per_program=4, heads_apart=apart)
+    programs = range(scheduler.query_programs(problem, t.block_q, 4))
+    owned = lambda program, n: scheduler.query_tile(jnp.int32(program), problem, t, 4, jnp.int32(n))
+    works = {(i, n): tuple(map(int, owned(i, n))) for i in programs for n in range(4)}
+    heads = {i: {head for (j, _), (_, head, *_) in works.items() if i == j} for i in programs}
+    assert len({*works.values()}) == len(works) == 3 * 4 * 2
+    assert heads[0] == ({0, 2} if apart else {0, 1})
+
+
 def test_programs_of_unequal_numbers_of_tiles_are_refused():
     problem = explain(*shaped(3 * 128, 3 * 128, 128)).problem
     for tiles in 2, 9:  # 9 are those of three heads; there are two

@@ -28,6 +28,8 @@ class QueryTiles(NamedTuple):
     swizzle: int = SWIZZLES[0]  # at most
     q_stages: int = 1  # tiles of queries that shared memory has room for
     tiles_per_program: int = 1  # of queries, one after another
+    # whether the heads of a program lie apart, so that programs read neighbouring heads at a time
+    heads_apart: bool = False
     split: bool = False
     sums_delta: bool = False  # the kernel of dQ, for that of dK and dV too
 

@@ -61,7 +61,11 @@ def query_tile(
     pairs of batch row and key/value head as L2 holds."""
     count = schedule.ceil_div(p.queries, t.block_q)
     if tiles_per_program > count:
-        index, tile = divmod_(program * tiles_per_program + number, count)
+        if t.heads_apart:
+            nth, tile = divmod_(number, count)
+            index = nth * query_programs(p, t.block_q, tiles_per_program) + program
+        else:
+            index, tile = divmod_(program * tiles_per_program + number, count)
         return _query_tile(p, index, count - 1 - tile)
     programs = count // tiles_per_program
     section = _section(p.batch * p.kv_heads, p.keys * t.row_bytes(p.dtype), p.group * programs)
