@@ -359,6 +359,11 @@ def _inline_mgpu(self, eqn, token, values):
             return token, [jnp.arange(eqn.outvars[0].aval.size, dtype=jnp.int32)]
         case "relabel":
             return token, values
+        case "load_rows":
+            ((ref, transforms),) = _references(eqn, values)
+            read = dict(key=ref, transforms=transforms, index=())
+            token, value = _call(self, gpu_memory.gather, token, eqn.outvars[0].aval, **read)
+            return token, [value]
         case "gather":
             ((ref, transforms), *index) = _references(eqn, values)
             read = dict(key=ref, transforms=transforms, index=tuple(index))

@@ -100,6 +100,16 @@ def publications(folder: pathlib.Path, gpu: str, head: str):
             print(*published, counts[-1])
 
 
+def bias_loads(folder: pathlib.Path):
+    """Prints the bits of each load from global memory by the Blackwell forward with a bias."""
+    x = [_shape(1, 512, 2, 64)] * 3
+    attend = lambda q, k, v, bias: _attend("blackwell")(q, k, v, bias)
+    gpu_code.compiled(_gpus()["B200"], attend, *x, _shape(1, 2, 512, 512))
+    gpu_code.kernels(folder, "flash_attention_forward")
+    (cubin,) = folder.glob("*.cubin")
+    print(*re.findall(r"\bLDG?\.E\.?(\w*)", gpu_code._run("nvdisasm", "-c", cubin).stdout))
+
+
 def registers_of_roles(sass: str) -> list[tuple[int, int]]:
     """Of each setmaxnreg in a kernel that nvdisasm lists: its number, and how many registers the
     code uses that a warp may reach from there, wherever it lies."""

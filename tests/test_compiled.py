@@ -229,6 +229,13 @@ def test_alpha_and_half_of_p_are_published_before_other_exponentials(head, tmp_p
         assert all_ == exponentials
 
 
+@pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
+@pytest.mark.whole
+def test_threads_that_hold_a_row_load_a_bias_by_16_bytes(tmp_path):
+    loads = run_program("bias_loads", tmp_path).split()
+    assert {*loads} == {"128"} and len(loads) % 16 == 0, loads
+
+
 # a score_mod reads the head of a row; the values of MLA are columns of the keys; with 32 rows to a
 # key head each warp reads all keys; keys that lists name are copied row by row
 DECODING = {

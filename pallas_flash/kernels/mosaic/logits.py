@@ -20,6 +20,7 @@ from pallas_flash.kernels.mosaic.registers import (
     Layouts,
     ScoreTile,
     load,
+    load_rows,
     opaque,
     per_column,
     per_row,
@@ -70,7 +71,8 @@ class HeadBias(NamedTuple):
             return per_column(load(ref, layouts.column).astype(jnp.float32), tile.shape)
         if columns == 1:
             return per_row(load(ref, layouts.row).astype(jnp.float32), tile.shape)
-        return load(ref, layouts.tile).astype(jnp.float32)
+        x = load_rows(ref) if layouts.row_in_thread else load(ref, layouts.tile)
+        return x.astype(jnp.float32)
 
 
 def head_bias(x, batch: IntLike, head: IntLike) -> HeadBias | None:

@@ -97,6 +97,36 @@ def load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def load_rows(ref):
+    """A tile in global memory, for threads that hold a row each, 16 bytes at a time: whatever
+    its size, a load of a warp goes to 32 rows."""
+    result = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=plgpu.Layout.TCGEN05_TMEM_NATIVE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load_rows(_, ref):  # a name that the interpreter in tests/ knows
+        ir, vector = mgpu.utils.ir, mgpu.utils.vector
+        narrow, size = mgpu.TMEM_NATIVE_LAYOUT, 16 // np.dtype(result.dtype).itemsize
+        x = mgpu.FragmentedArray.load_untiled(
+            ref, layout=mgpu.tmem_native_layout(size), optimized=False
+        )
+        n = narrow.vector_length
+        part = ir.VectorType.get((n,), x.mlir_dtype)
+        pieces = [
+            vector.extract_strided_slice(part, wide, [first], [n], [1])
+            for wide in x.registers.flat
+            for first in range(0, size, n)
+        ]
+        registers = np.empty(len(pieces), object)
+        registers[:] = pieces
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(narrow.registers_shape(result.shape)),
+            _layout=narrow,
+            _is_signed=None,
+        )
+
+    return load_rows(ref)
+
+
 def gather(ref, *rows: IntLike, index, layout):
     """The elements of a row in global memory at these indices, which are in this layout: a load for
     each, of which L1 serves most."""
