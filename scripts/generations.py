@@ -211,19 +211,26 @@ def hopper_memory(p: Attention) -> int:
 
 
 def blackwell(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """FlashAttention-4 with two kernels backward. Both tiles of a program compute all blocks that
-    it copies, a share of the exponentials as polynomials. m and l leave the kernel as one number,
-    in rows of whole programs."""
+    """FlashAttention-4 with two kernels backward, a share of whose exponentials are polynomials.
+    Both tiles of a program forward compute all blocks that it copies. m and l leave the kernel as
+    one number, in rows of whole programs."""
     forward, q, rows = Tiles(p, t.forward.block_q, t.forward.block_k), p.tensor, p.rows
     padded = 4 * p.heads * int(forward.row_stops()[-1])
     reads = q + p.heads * forward.keys(p.T) * 4 * p.H
     cost = forward.cost(forward.key_blocks(), 2, reads, q + padded, 1)
-    pairs = cost.matrix // (4 * p.H)
-    polynomials = pairs * t.forward.exp2_columns // t.forward.columns
-    cost = cost._replace(exponentials=cost.exponentials - polynomials)
     delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
+
+    def with_polynomials(cost: Cost, tiles, products: int) -> Cost:
+        pairs = cost.matrix // (2 * products * p.H)
+        polynomials = pairs * tiles.exp2_columns // tiles.columns
+        return cost._replace(exponentials=cost.exponentials - polynomials)
+
     # both warpgroups of dQ read lse and delta
-    return flash2(p, t, cost, delta, statistics=4 * rows)
+    first, backward = flash2(p, t, cost, delta, statistics=4 * rows)
+    return dict(forward=with_polynomials(first["forward"], t.forward, 2)), backward | dict(
+        dkv=with_polynomials(backward["dkv"], t.dkv, 4),
+        dq=with_polynomials(backward["dq"], t.dq, 3),
+    )
 
 
 class Generation(NamedTuple):

@@ -297,12 +297,12 @@ def soft_cap_vjp(ds, tanh, visible=None):
     return ds if visible is None else jnp.where(visible, ds, 0.0)
 
 
-def factored_gradients(s, scale: float, lse, soft_cap: float | None):
+def factored_gradients(s, scale: float, lse, soft_cap: float | None, exp2: Callable = jnp.exp2):
     """p, and the factor that makes dlogits of dp - delta, from s and scale of `factored_scores`.
 
     `lse` is in base 2, minus the constant soft_cap, and broadcasts against s.
     """
-    p = jnp.exp2(s * scale - lse)
+    p = exp2(s * scale - lse)
     return p, factored_soft_cap_vjp(p, s, soft_cap)
 
 

@@ -1,6 +1,7 @@
 """The primitives of the Blackwell kernels: values in registers, tensor memory, rings of blocks,
 roles of warps."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
 from pallas_flash.kernels.blackwell.tile_sizes import CONSUMERS, HALF, ROWS
-from pallas_flash.kernels.mosaic import launch, tma
+from pallas_flash.kernels.mosaic import launch, logits, tma
 from pallas_flash.kernels.mosaic.launch import Role
 from pallas_flash.kernels.mosaic.registers import Layouts, per_row, some_below_one
 from pallas_flash.kernels.mosaic.scheduler import WorkTile
+from pallas_flash.problem.arguments import Problem
 from pallas_flash.tiled import schedule
 
 NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a thread holds a row
@@ -70,6 +72,12 @@ def exp2_of_tile(x, columns: int):
     parts = [(jnp.exp2, x[:, :first])] if first else []
     parts += [(exp2, x[:, first:])] if columns else []
     return jnp.concatenate([power(part) for power, part in parts], axis=1)
+
+
+def head_logits(p: Problem, t, x: logits.Arrays, batch: IntLike, head: IntLike) -> logits.Logits:
+    """The logits of a head, for a kernel of gradients with the tiles t."""
+    of_head = logits.for_head(p, LAYOUTS, x, batch, head)
+    return of_head._replace(exp2=functools.partial(exp2_of_tile, columns=t.exp2_columns))
 
 
 # mbarriers

@@ -77,6 +77,7 @@ class GradientTiles(NamedTuple):
     stages: int = 2
     value_stages: int = 2
     columns: int = 32  # of the scores that a thread computes at once
+    exp2_columns: int = 0  # of these, whose exponentials are polynomials
 
     swizzle = SWIZZLES[0]
     block_q = block_k = ROWS

@@ -36,17 +36,17 @@ def _tiles(
     p: Problem, capability: float | None, processors: int
 ) -> tuple[ForwardTiles | GradientTiles | None, ...]:
     """The rows of the forward, of dQ, and of dK and dV."""
-    row = _row(forward.TILES, p, forward.ForwardMemory)
-    others = (
+    rows = (
+        _row(forward.TILES, p, forward.ForwardMemory),
         _row(backward_dq.TILES, p, backward_dq.DqMemory),
         _row(backward_dkv.TILES, p, backward_dkv.DkvMemory),
     )
-    chosen = row and row._replace(
-        row_tiles=_row_tiles(p, processors),
-        exp2_columns=_exp2_columns(row, p, capability),
-        in_order=not p.waits_for_reads,
+    first, *others = (
+        row and row._replace(exp2_columns=_exp2_columns(row, p, capability)) for row in rows
     )
-    return chosen, *others
+    if first:
+        first = first._replace(row_tiles=_row_tiles(p, processors), in_order=not p.waits_for_reads)
+    return first, *others
 
 
 def _row_tiles(p: Problem, processors: int) -> int:
@@ -56,9 +56,9 @@ def _row_tiles(p: Problem, processors: int) -> int:
     return min((2, 1), key=lambda n: rounds(n) * (1 + n))
 
 
-def _exp2_columns(t: ForwardTiles, p: Problem, capability: float | None) -> int:
-    """Columns of the forward whose exponentials are polynomials: none on a B300, whose special
-    units compute twice as many as a B200's, and none where instructions bind."""
+def _exp2_columns(t: ForwardTiles | GradientTiles, p: Problem, capability: float | None) -> int:
+    """Columns whose exponentials are polynomials: none on a B300, whose special units compute
+    twice as many as a B200's, and none where instructions bind."""
     if capability == 10.3 or p.dropped or p.log_base is LogBase.E:
         return 0
     # a soft cap takes two of the special units for each score by itself

@@ -117,6 +117,7 @@ class Logits(NamedTuple):
     bias: HeadBias | None
     score_mod: mods.HeadMod | None
     dropout: dropout.Dropout | None
+    exp2: Callable = jnp.exp2  # of `probabilities`, where logits are in base 2
     # the number of what the score_mod reads whose cotangent `gradient` gives in place of dS
     read: int | None = None
 
@@ -160,7 +161,7 @@ class Logits(NamedTuple):
             prob = weight
         else:
             factored = online_softmax.factored_scores(s, p.scale, soft_cap)
-            prob, weight = online_softmax.factored_gradients(*factored, lse(), soft_cap)
+            prob, weight = online_softmax.factored_gradients(*factored, lse(), soft_cap, self.exp2)
         if mask is not None:
             select = mask.select(tile)
             prob, weight = select(prob, 0.0), select(weight, 0.0)
