@@ -99,6 +99,7 @@ IN_BACKWARD = (
     *("dkv.stages=2", "dkv.columns=64", "dq.stages=2", "dq.columns=64"),
     *(f"{kernel}.exp2_columns={n}" for kernel in ("dkv", "dq") for n in (0, 4, 8, 16)),
 )
+PARTS = tuple(f"dkv.group_parts={n}" for n in (1, 2, 4, 8))
 FIELDS = "each field: the value that is faster by 1% at heads of 64 and 128, if results stay right"
 
 
@@ -116,6 +117,9 @@ BLACKWELL = {
         "documents": long(documents=16),
     }.items()
     for passes, changes in dict(forward=IN_FORWARD, backward=IN_BACKWARD).items()
+} | {
+    f"{TCGEN05}-parts-{T}": by_tcgen05(all_tokens(128, T, N=64, K=1), "backward", PARTS)
+    for T in (2048, 16384)
 }
 BLACKWELL[f"{TCGEN05}-forward-few"] = by_tcgen05(
     Case(1, 2048, 2048, 8, 8, 128, "bfloat16", causal=True), "forward", ("forward.row_tiles=2",)

@@ -261,6 +261,10 @@ def test_trials_have_groups_of_heads_in_one_program_and_in_several(monkeypatch):
     smalls = [comparison.make(large, sizes)[0] for sizes in comparison.all_sizes(large)]
     parts = [(p.group, table.HOPPER.for_same_kernels(tiles, p).fused.group_parts) for p in smalls]
     assert parts == [(4, 4), (2, 1)]
+    with as_if_on(GPUS["B200"]):
+        smalls = [comparison.make(large, sizes)[0] for sizes in comparison.all_sizes(large)]
+        parts = [(p.group, table.BLACKWELL.tiles(p).dkv.group_parts) for p in smalls]
+    assert parts == [(4, 4), (2, 1)]
 
 
 def test_the_tiles_of_a_trial_with_dropout_are_those_of_calls_with_it():
@@ -276,7 +280,8 @@ def test_a_trial_fills_each_slot_of_the_blackwell_kernels_again(size):
     small, *_ = comparison.make(problem, comparison.all_sizes(problem)[0])
     with as_if_on(GPUS["B200"]):
         t = table.BLACKWELL.tiles(small)
-    blocks = small.keys // t.forward.block_k, small.queries // t.dkv.block_q * small.group
+    heads = small.group // t.dkv.group_parts
+    blocks = small.keys // t.forward.block_k, small.queries // t.dkv.block_q * heads
     assert blocks[0] > max(t.forward.stages, t.dq.stages) and blocks[1] > t.dkv.stages
 
 

@@ -1,4 +1,5 @@
-"""dK and dV: a program owns 128 keys, and walks over the queries of all heads that share them.
+"""dK and dV: a program owns 128 keys, and walks over the queries of the heads that share them, of
+all or of one of several parts, whose sums XLA adds up.
 
 Scores are transposed, [keys, queries]. Warpgroups 0 and 1 compute P and dS, each for half of a
 block's queries; of warpgroup 2 one warp begins the products, one loads by TMA. S of the next block
@@ -7,6 +8,7 @@ products. Where tensor memory has no room for P and dS beside S, dP, dK and dV, 
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -125,25 +127,44 @@ class TensorMemory(NamedTuple):
 def dk_dv(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> list[jax.Array]:
     """dK [B, S, K, H] and dV [B, S, K, Hv]."""
     x = GradientInputs.by_tma(p, t, x, lse, do, delta)
+    dtype, parts = x.keys.arrays[0].dtype, t.group_parts
+    outputs = [jax.ShapeDtypeStruct(a.shape, dtype) for a in x.keys.arrays]
+    if parts > 1:  # whole tiles, since no TMA clips them
+        rows = schedule.ceil_div(p.keys, ROWS) * ROWS
+        outputs = [
+            jax.ShapeDtypeStruct((p.batch, rows, p.kv_heads * parts, width), jnp.float32)
+            for width in (t.width, t.value_width)
+        ]
     sums = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
-        programs=scheduler.key_programs(p, t.block_k),
-        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in x.keys.arrays],
+        programs=scheduler.key_programs(p, t.block_k, parts),
+        out_type=outputs,
         warpgroups=CONSUMERS + 1,
         scratch=(DkvMemory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_dk_dv",
     )
+    if parts > 1:
+        sums = [_add_parts(a, parts).astype(dtype) for a in sums]
     sizes = p.head_size, p.value_size
     return [a[:, : p.keys, :, :size] for a, size in zip(sums, sizes, strict=True)]
+
+
+def _add_parts(sums, parts: int):
+    """The sums [B, S, K, n] of whole groups, of those [B, S, K parts, n] of parts: one after the
+    other, so that the order is the same in each run."""
+    batch, length, heads, size = sums.shape
+    by_part = sums.reshape(batch, length, heads // parts, parts, size)
+    return functools.reduce(operator.add, (by_part[:, :, :, n] for n in range(parts)))
 
 
 def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: GradientTiles):
     *outputs, (m, tensor) = refs
     p, t = problem, tiles
-    work = scheduler.key_tile(program, p, t)
+    heads = p.group // t.group_parts
+    work = scheduler.key_tile(program, p, t, t.group_parts)
     query_blocks = block_info.query_blocks(x, work, p, t)
-    blocks, position = query_blocks(p.group - 1)
+    blocks, position = query_blocks(heads - 1)
     count = opaque(position(blocks.last))
     q = tile.Ring(m.q, m.q_full, m.q_free, count)
     do = tile.Ring(m.do, m.do_full, m.do_free, count)
@@ -168,7 +189,7 @@ def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: Gradient
 
             schedule.loop(opaque(blocks.first), opaque(blocks.last), load, None)
 
-        schedule.loop(0, opaque(p.group), load_head, None)
+        schedule.loop(0, opaque(heads), load_head, None)
 
     def compute(number):
         consumer = DkvConsumer(p, t, m, tensor, do, number, work)
@@ -185,7 +206,7 @@ def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: Gradient
 
             blocks.visit(step, None)
 
-        schedule.loop(0, opaque(p.group), add_head, None)
+        schedule.loop(0, opaque(heads), add_head, None)
         consumer.finish(*outputs)
 
     tile.specialize(compute, Products(m, tensor, q, do, t.p_over_dp).run, produce)
@@ -325,7 +346,8 @@ class DkvConsumer(NamedTuple):
         return p, weight, back
 
     def finish(self, dk_gmem, dv_gmem):
-        """The epilogue: the sum leaves by way of the shared memory of k or v."""
+        """The epilogue: the sum leaves by way of the shared memory of k or v, or of a part of the
+        group as it is."""
         m, t, work = self.memory, self.tiles, self.work
         smem, gmem, width, factor = (
             (m.k, dk_gmem, t.width, self.problem.scale)
@@ -333,6 +355,10 @@ class DkvConsumer(NamedTuple):
             else (m.v, dv_gmem, t.value_width, 1.0)
         )
         plgpu.barrier_wait(m.done)
-        tile.write(smem, self.sum, range(0, width, tile.SWIZZLED_COLUMNS), factor)
         rows = pl.ds(work.tile * ROWS, ROWS)
+        if t.group_parts > 1:
+            part, _ = scheduler.divmod_(work.head, self.problem.group // t.group_parts)
+            tile.write_out(gmem.at[work.batch, rows, part], self.sum, factor)
+            return
+        tile.write(smem, self.sum, range(0, width, tile.SWIZZLED_COLUMNS), factor)
         tma.copy_out((smem, tma.head_rows(gmem, work.batch, rows, work.kv_head, width)))

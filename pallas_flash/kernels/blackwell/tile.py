@@ -37,7 +37,7 @@ def rows(value: float):
 
 
 def store_rows(ref, x):
-    """Stores a value of each row to global memory."""
+    """Stores a value of each row, or several, to global memory."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
     else:  # jax 0.11
@@ -159,6 +159,14 @@ def write(smem, ref, columns: range, factor: float = 1.0):
         smem[:, at] = (x if factor == 1.0 else x * factor).astype(smem.dtype)
     plgpu.wait_load_tmem()
     plgpu.commit_smem()
+
+
+def write_out(gmem, ref, factor: float):
+    """Writes float32 sums, times a factor, to rows of global memory."""
+    for columns in column_slices(ref.shape[1], SWIZZLED_COLUMNS):
+        x = plgpu.async_load_tmem(ref.at[:, columns], layout=EPILOGUE.tile)
+        store_rows(gmem.at[:, columns], x if factor == 1.0 else x * factor)
+    await_loads()
 
 
 def await_loads():

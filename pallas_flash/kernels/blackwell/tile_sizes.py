@@ -78,6 +78,8 @@ class GradientTiles(NamedTuple):
     value_stages: int = 2
     columns: int = 32  # of the scores that a thread computes at once
     exp2_columns: int = 0  # of these, whose exponentials are polynomials
+    # of the heads that share keys: each has a program, whose sums XLA adds up
+    group_parts: int = 1
 
     swizzle = SWIZZLES[0]
     block_q = block_k = ROWS
@@ -101,7 +103,9 @@ class GradientTiles(NamedTuple):
 
 def _describe(t: ForwardTiles | GradientTiles) -> str:
     size = f"{t.block_q} x {t.block_k}, {t.stages} and {t.value_stages} stages"
-    return f"{size}, widths {t.width}/{t.value_width}, by tcgen05"
+    parts = t.group_parts if isinstance(t, GradientTiles) else 1
+    several = f", a group of heads in {parts} parts" if parts > 1 else ""
+    return f"{size}, widths {t.width}/{t.value_width}{several}, by tcgen05"
 
 
 class BlackwellTiles(NamedTuple):

@@ -1,6 +1,7 @@
 """Which of a kernel's rows of tiles a problem takes: the cheapest that fits."""
 
 import functools
+import heapq
 
 from pallas_flash.jax_support import gpus, hardware
 from pallas_flash.kernels.ampere import tuning as ampere
@@ -20,6 +21,11 @@ from pallas_flash.problem.log_base import LogBase
 from pallas_flash.tiled import schedule
 
 SHARED = gpus.SM100.program_bytes  # bytes of shared memory of a program
+# What programs of dK and dV take beside their steps, in steps of 1340 to 2160 clocks of a B200: to
+# load the first blocks and to write the sums, some 4; and for one of several parts, whose sums
+# leave and come back in float32, 8 (width + value_width) bytes for each key at 29 a clock for each
+# processor, 4, and 2 for the kernel that adds them.
+START, PART = 4, 6
 
 
 def tiles(problem: Problem) -> BlackwellTiles:
@@ -41,12 +47,12 @@ def _tiles(
         _row(backward_dq.TILES, p, backward_dq.DqMemory),
         _row(backward_dkv.TILES, p, backward_dkv.DkvMemory),
     )
-    first, *others = (
+    first, dq, dkv = (
         row and row._replace(exp2_columns=_exp2_columns(row, p, capability)) for row in rows
     )
     if first:
         first = first._replace(row_tiles=_row_tiles(p, processors), in_order=not p.waits_for_reads)
-    return first, *others
+    return first, dq, dkv and _with_parts(dkv, p, processors)
 
 
 def _row_tiles(p: Problem, processors: int) -> int:
@@ -63,6 +69,28 @@ def _exp2_columns(t: ForwardTiles | GradientTiles, p: Problem, capability: float
         return 0
     # a soft cap takes two of the special units for each score by itself
     return t.exp2_columns if p.soft_cap is None else t.columns
+
+
+def _with_parts(t: GradientTiles, p: Problem, processors: int) -> GradientTiles:
+    """Chooses group_parts where whole groups leave processors idle: the fewest that end within 5%
+    of the first, if each processor begins the next program when it has ended one."""
+    programs = functools.partial(scheduler.key_programs, p, t.block_k)
+    if programs() >= processors:
+        return t
+    blocks = [x.resize(ROWS) for x in schedule.key_ranges(p.resolved_mask, p.queries, ROWS)]
+    tiles = range(schedule.ceil_div(p.keys, ROWS))
+    steps = [sum(x.first <= tile < x.last for x in blocks) for tile in tiles]  # of a head
+
+    def last_end(parts: int) -> int:
+        """In steps."""
+        ends, others = [0] * processors, START + (PART if parts > 1 else 0)
+        for n in steps:
+            for _ in range(programs(parts) // len(steps)):
+                heapq.heapreplace(ends, ends[0] + n * p.group // parts + others)
+        return max(ends)
+
+    ends = {n: last_end(n) for n in range(1, p.group + 1) if p.group % n == 0}
+    return t._replace(group_parts=next(n for n in ends if ends[n] <= 1.05 * min(ends.values())))
 
 
 def _row(table, p: Problem, memory) -> ForwardTiles | GradientTiles | None:
