@@ -55,7 +55,7 @@ class DqMemory(NamedTuple):
     dp_full: Any  # products -> consumers
     ds_full: Any  # consumers -> products
     dq_full: Any  # products -> consumers
-    dq_written: Any  # consumers -> the first of them
+    dq_written: Any  # the second consumer -> the first
 
     @classmethod
     def allocate(cls, p: Problem, t: GradientTiles) -> "DqMemory":
@@ -77,7 +77,7 @@ class DqMemory(NamedTuple):
             dp_full=ordered(1),
             ds_full=ordered(1, CONSUMERS),
             dq_full=ordered(1),
-            dq_written=barriers(1, CONSUMERS),
+            dq_written=barriers(1),
         )
 
 
@@ -244,8 +244,10 @@ class DqConsumer(NamedTuple):
             self.number * tile.SWIZZLED_COLUMNS, t.width, CONSUMERS * tile.SWIZZLED_COLUMNS
         )
         tile.write(m.q, self.tensor.dq, share, self.problem.scale)
-        plgpu.barrier_arrive(m.dq_written)
-        if self.number == 0:
-            plgpu.barrier_wait(m.dq_written)
-            rows = pl.ds(work.tile * ROWS, ROWS)
-            tma.copy_out((m.q, tma.head_rows(dq_gmem, work.batch, rows, work.head, t.width)))
+        if self.number:
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(m.dq_written)
+            return
+        plgpu.barrier_wait(m.dq_written)
+        rows = pl.ds(work.tile * ROWS, ROWS)
+        tma.copy_out((m.q, tma.head_rows(dq_gmem, work.batch, rows, work.head, t.width)))

@@ -151,14 +151,13 @@ def store(ref, first: int, pieces: list):
 
 
 def write(smem, ref, columns: range, factor: float = 1.0):
-    """Writes float32 sums, times a factor, to shared memory, for TMA to read: SWIZZLED_COLUMNS
-    from each of these columns on."""
+    """Writes float32 sums, times a factor, to shared memory: SWIZZLED_COLUMNS from each of these
+    columns on."""
     for d in columns:
         at = pl.ds(d, SWIZZLED_COLUMNS)
         x = plgpu.async_load_tmem(ref.at[:, at], layout=EPILOGUE.tile)
         smem[:, at] = (x if factor == 1.0 else x * factor).astype(smem.dtype)
-    plgpu.wait_load_tmem()
-    plgpu.commit_smem()
+    await_loads()
 
 
 def write_out(gmem, ref, factor: float):
