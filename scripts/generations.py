@@ -218,18 +218,20 @@ def blackwell(p: Attention, t) -> tuple[dict[str, Cost], dict[str, Cost]]:
     padded = 4 * p.heads * int(forward.row_stops()[-1])
     reads = q + p.heads * forward.keys(p.T) * 4 * p.H
     cost = forward.cost(forward.key_blocks(), 2, reads, q + padded, 1)
-    delta = Cost(0, 0, 2 * q + 2 * rows, 2 * rows)
+    statistics = 4 * p.heads * int(Tiles(p, t.dq.block_q, t.dq.block_k).row_stops()[-1])
 
     def with_polynomials(cost: Cost, tiles, products: int) -> Cost:
         pairs = cost.matrix // (2 * products * p.H)
         polynomials = pairs * tiles.exp2_columns // tiles.columns
         return cost._replace(exponentials=cost.exponentials - polynomials)
 
-    # both warpgroups of dQ read lse and delta
-    first, backward = flash2(p, t, cost, delta, statistics=4 * rows)
+    # XLA prepares lse and dlse, which both warpgroups of dQ read; its kernel sums delta
+    before = Cost(0, 0, rows, 2 * rows)
+    first, backward = flash2(p, t, cost, before, statistics=4 * statistics)
+    dq = with_polynomials(backward["dq"], t.dq, 3)
     return dict(forward=with_polynomials(first["forward"], t.forward, 2)), backward | dict(
         dkv=with_polynomials(backward["dkv"], t.dkv, 4),
-        dq=with_polynomials(backward["dq"], t.dq, 3),
+        dq=total(dict(dq=dq, delta=Cost(0, 0, q, statistics))),
     )
 
 

@@ -1,6 +1,7 @@
-"""What is the Blackwell kernels' alone: the parts of a group of heads."""
+"""What is the Blackwell kernels' alone: who sums delta, and the parts of a group of heads."""
 
 import functools
+import re
 
 import gpu_interpreter
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Sizes, qkv
-from check import TOLERANCE, close
+from check import TOLERANCE, close, program
 from gpu_interpreter import needs_interpreter
 from selection import whole_but
 
@@ -23,6 +24,28 @@ CAUSAL = dict(is_causal=True)
 
 def tiles(x, **options):
     return implementations.BLACKWELL.tiles(explain(*x, **options).problem)
+
+
+# Heads, options: whether the kernel of dQ sums delta, and XLA reads o nowhere
+DELTA = {
+    "heads of 40": ((40, 40), {}, True),
+    "heads of 128": ((128, 128), dict(logits_soft_cap=2.0), True),
+    "o beside one slot of values": ((192, 128), {}, False),
+    "sinks": ((64, 64), dict(sinks=np.zeros(2, np.float32)), False),
+    "a bias": ((64, 64), dict(bias=np.zeros((1, 1, 72, 1), np.float32)), False),
+    "a score_mod": ((64, 64), dict(score_mod=lambda s, *_: s + 1), False),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", DELTA)
+def test_xla_sums_delta_only_where_the_kernel_of_dq_does_not(name):
+    (size, value_size), options, sums_delta = DELTA[name]
+    q, v = (jax.ShapeDtypeStruct((1, 72, 2, n), jnp.bfloat16) for n in (size, value_size))
+    pull = lambda do, *x: jax.vjp(functools.partial(attend, **options), *x)[1](do)
+    with gpu_interpreter.kernels("blackwell"):
+        text = program(pull, v, q, q, v)
+    assert (re.search(r"reduce_sum\[\s*axes=\(3,\)", text) is None) == sums_delta
 
 
 # Batch, heads, of keys, length, mask: parts, for 148 processors. A step is a block of queries of a
@@ -52,7 +75,11 @@ def test_a_group_of_heads_has_as_few_programs_as_keep_processors_busy(
 
 
 BOTTOM_RIGHT = dict(query_offset=169, **CAUSAL)
-IN_LISTS = dict(mask=masks.Window(64, 64) | masks.GlobalTokens(4))  # of blocks
+IN_LISTS = dict(
+    mask=masks.Window(64, 64) | masks.GlobalTokens(4),  # of blocks
+    dropout_rate=0.25,
+    dropout_rng=jax.random.key(0),
+)
 
 
 @pytest.mark.gpu

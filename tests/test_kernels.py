@@ -328,8 +328,8 @@ LEFT_OUT = {
 BARRIERS = {
     "forward": "q_full k_full v_full k_free v_free s_full s_free p_free p_full p_read "
     "alpha_full o_full",
-    "backward_dq": "q_full do_full k_full v_full k_free v_free s_full s_free dp_full ds_full "
-    "dq_full dq_written",
+    "backward_dq": "q_full do_full o_full k_full v_full k_free v_free s_full s_free dp_full "
+    "ds_full delta_full dq_full dq_written",
     # but for q_free, which shows no race: perhaps since do, with a slot less, is waited for before
     "backward_dkv": "k_full v_full q_full do_full do_free s_full s_free dp_full dp_loaded p_full "
     "ds_full step_done done",

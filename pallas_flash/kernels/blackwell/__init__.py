@@ -47,19 +47,22 @@ class Blackwell(MosaicFamily):
         from pallas_flash.kernels.ampere import backward
         from pallas_flash.kernels.blackwell import backward_dkv, backward_dq
 
-        p, t, rows = problem, tiles, (x, lse, do, delta)
+        p, t = problem, tiles
         if t.dq:
-            dq = backward_dq.dq(p, t.dq, *rows)
+            dq, delta = backward_dq.dq(p, t.dq, x, lse, do, delta)
         else:
-            dq = backward.dq(p, t.by_mma.dq, *rows)
+            dq = backward.dq(p, t.by_mma.dq, x, lse, do, delta)
         if t.dkv:
-            return Gradients(dq, *backward_dkv.dk_dv(p, t.dkv, *rows))
-        return Gradients(dq, *backward.dk_dv(p, t.by_mma.dkv, *rows))
+            return Gradients(dq, *backward_dkv.dk_dv(p, t.dkv, x, lse, do, delta))
+        return Gradients(dq, *backward.dk_dv(p, t.by_mma.dkv, x, lse, do, delta))
 
     def tangent_by_kernel(self, problem, tiles, x, dx, rows, o, dlse):
         from pallas_flash.kernels.ampere import tangent
 
         return tangent.tangent(problem, tiles, x, dx, rows, o, dlse)
+
+    def sums_delta(self, tiles):
+        return tiles.dq is not None and tiles.dq.sums_delta
 
     def copies(self, problem):
         t = self.tiles(problem)

@@ -1,4 +1,5 @@
-"""dQ: a program owns 128 queries of one head, and walks over the keys as the forward does.
+"""dQ, and delta: a program owns 128 queries of one head, and walks over the keys as the forward
+does.
 
 Warpgroups 0 and 1 compute dS, each for half of a block's keys; of warpgroup 2 one warp begins the
 products, one loads by TMA. dS has columns of its own in tensor memory, and S of the next block is
@@ -25,14 +26,17 @@ from pallas_flash.kernels.mosaic.registers import load, opaque, per_row
 from pallas_flash.kernels.mosaic.statistics import GradientInputs
 from pallas_flash.problem.arguments import Operands, Problem
 from pallas_flash.tiled import schedule
+from pallas_flash.tiled.online_softmax import DeltaTerms
 
 # A block of keys is held for a step longer than one of values. Polynomials are as many as shorten a
 # step on a B200 by a model of the waits: from 1494 clocks to 1238, and at 128 from 1599 to 1536.
+_ROW = GradientTiles(64, 64, stages=3, exp2_columns=8, sums_delta=True)
 TILES = (
-    GradientTiles(64, 64, stages=3, exp2_columns=8),
-    GradientTiles(64, 128, stages=3, exp2_columns=8),
-    GradientTiles(128, 64, stages=3, exp2_columns=8),
-    GradientTiles(128, 128, stages=3, exp2_columns=4),
+    _ROW,
+    _ROW._replace(width=64, value_width=128),
+    _ROW._replace(width=128, value_width=64),
+    _ROW._replace(width=128, value_width=128, exp2_columns=4),
+    # where o would hold up the first block
     GradientTiles(192, 128, value_stages=1),
 )
 
@@ -43,9 +47,11 @@ class DqMemory(NamedTuple):
     q: Any  # [128, width], of dq in the end
     do: Any  # [128, value_width]
     k: Any  # [stages, 128, width]
-    v: Any  # [value_stages, 128, value_width]
+    v: Any  # [value_stages, 128, value_width]; the last slot is at first of o
+    delta: Any  # [128], or None where it is given
     q_full: Any
     do_full: Any
+    o_full: Any
     k_full: Any
     v_full: Any
     k_free: Any
@@ -54,6 +60,7 @@ class DqMemory(NamedTuple):
     s_free: Any  # consumers -> products
     dp_full: Any  # products -> consumers
     ds_full: Any  # consumers -> products
+    delta_full: Any  # consumers -> each other
     dq_full: Any  # products -> consumers
     dq_written: Any  # the second consumer -> the first
 
@@ -66,8 +73,10 @@ class DqMemory(NamedTuple):
             do=block(ROWS, t.value_width),
             k=block(t.stages, ROWS, t.width),
             v=block(t.value_stages, ROWS, t.value_width),
+            delta=plgpu.SMEM((ROWS,), jnp.float32) if t.sums_delta else None,
             q_full=barriers(1),
             do_full=barriers(1),
+            o_full=barriers(1) if t.sums_delta else None,
             k_full=barriers(t.stages),
             v_full=barriers(t.value_stages),
             k_free=ordered(t.stages),
@@ -76,6 +85,7 @@ class DqMemory(NamedTuple):
             s_free=ordered(1, CONSUMERS),
             dp_full=ordered(1),
             ds_full=ordered(1, CONSUMERS),
+            delta_full=barriers(1, CONSUMERS) if t.sums_delta else None,
             dq_full=ordered(1),
             dq_written=barriers(1),
         )
@@ -97,38 +107,47 @@ class TensorMemory(NamedTuple):
         )
 
 
-def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta) -> jax.Array:
-    """dQ [B, T, N, H]."""
-    x = GradientInputs.by_tma(p, t, x, lse, do, delta)
+def dq(p: Problem, t: GradientTiles, x: Operands, lse, do, delta):
+    """dQ [B, T, N, H], and delta, which may be given as its terms and is then of whole tiles of
+    rows."""
+    t = t._replace(sums_delta=isinstance(delta, DeltaTerms))
+    x = GradientInputs.by_tma(p, t, x, lse, do, delta.dlse if t.sums_delta else delta)
     q, _ = x.queries.arrays
-    (dq,) = launch(
+    outputs = [q]
+    if t.sums_delta:
+        outputs.append(x.delta)
+        x = x._replace(delta=DeltaTerms(tma.pad(delta.o, t.swizzle), x.delta))
+    dq, *summed = launch(
         functools.partial(_kernel, problem=p, tiles=t),
         x,
         programs=scheduler.query_programs(p, t.block_q),
-        out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in outputs],
         warpgroups=CONSUMERS + 1,
         scratch=(DqMemory.allocate(p, t), TensorMemory.allocate(p, t)),
         name="flash_attention_dq",
     )
-    return dq[:, : p.queries, :, : p.head_size]
+    return dq[:, : p.queries, :, : p.head_size], *(summed or [delta])
 
 
-def _kernel(
-    program, x: GradientInputs, dq_gmem, scratch, *, problem: Problem, tiles: GradientTiles
-):
-    (m, tensor), p, t = scratch, problem, tiles
+def _kernel(program, x: GradientInputs, *refs, problem: Problem, tiles: GradientTiles):
+    dq_gmem, *delta_gmem, (m, tensor) = refs
+    p, t = problem, tiles
     work = scheduler.query_tile(program, p, t)
     blocks = block_info.visited(x, work, p, t)
     count = opaque(blocks.last) - blocks.first
     k = tile.Ring(m.k, m.k_full, m.k_free, count)
-    v = tile.Ring(m.v, m.v_full, m.v_free, count)
+    v = tile.Ring(m.v, m.v_full, m.v_free, count, is_lent=t.sums_delta)
 
     def produce():
         tile.load_owned(t, work, work.head, x.queries, (m.q, m.do), (m.q_full, m.do_full))
+        if t.sums_delta:
+            rows = pl.ds(work.tile * ROWS, ROWS)
+            o = tma.head_rows(x.delta.o, work.batch, rows, work.head, t.value_width)
+            plgpu.copy_gmem_to_smem(o, m.v.at[v.stages - 1], m.o_full)
         tile.load_keys(t, work, x.keys, blocks, k, v)
 
     def compute(number):
-        consumer = DqConsumer.setup(p, t, x, m, tensor, work, number)
+        consumer = DqConsumer.setup(p, t, x, m, tensor, work, number, v, *delta_gmem)
 
         def step(n, _, masked):
             consumer.add(blocks.index(n), masked)
@@ -185,6 +204,23 @@ class Products(NamedTuple):
         self.v.release(n)
 
 
+def _sum_delta(p: Problem, m: DqMemory, v: tile.Ring, number: int, dlse):
+    """`DeltaTerms.sum` of all rows, of which each consumer sums half: 0 of an empty row, as o
+    is."""
+    rows = tile.half_slice(number)
+    for full in m.do_full, m.o_full:
+        plgpu.barrier_wait(full)
+    read = lambda ref: plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    m.delta[rows] = jnp.sum(read(m.v.at[v.stages - 1, rows]) * read(m.do.at[rows]), axis=1)
+    tma.fence()  # o has been read, and TMA may write there
+    plgpu.barrier_arrive(m.delta_full)
+    plgpu.barrier_wait(m.delta_full)
+    if number == 0:
+        v.give_back()
+    delta = plgpu.load(m.delta, layout=tile.LAYOUTS.row)
+    return (delta if p.kept == 1 else delta * p.kept) - dlse
+
+
 class DqConsumer(NamedTuple):
     """A warpgroup that computes dS of all queries and half of the keys of each block."""
 
@@ -201,13 +237,25 @@ class DqConsumer(NamedTuple):
 
     @classmethod
     def setup(
-        cls, p: Problem, t: GradientTiles, x: GradientInputs, m, tensor, work, number: int
+        cls,
+        p: Problem,
+        t: GradientTiles,
+        x: GradientInputs,
+        m,
+        tensor,
+        work,
+        number: int,
+        v: tile.Ring,
+        delta_gmem=None,
     ) -> "DqConsumer":
         queries = pl.ds(work.tile * ROWS, ROWS)
-        lse, delta = (
-            load(ref.at[work.batch, work.head, queries], tile.LAYOUTS.row)
-            for ref in (x.lse, x.delta)
-        )
+        by_row = work.batch, work.head, queries
+        row_delta = x.delta.dlse if t.sums_delta else x.delta
+        lse, delta = (load(ref.at[by_row], tile.LAYOUTS.row) for ref in (x.lse, row_delta))
+        if t.sums_delta:
+            delta = _sum_delta(p, m, v, number, delta)
+            if number == 0:
+                tile.store_rows(delta_gmem.at[by_row], delta)
         logits = tile.head_logits(p, t, x.logits, work.batch, work.head)
         mask = logits.load_mask(work.batch, queries.start, ROWS)
         return cls(p, t, m, tensor, work, number, logits, mask, lse, delta)

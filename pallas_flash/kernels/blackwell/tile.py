@@ -199,6 +199,7 @@ class Ring(NamedTuple):
     full: Any  # an mbarrier for each slot
     free: Any
     count: IntLike
+    is_lent: bool = False  # whether the last slot is taken until whoever has it arrives at `free`
 
     @property
     def stages(self) -> int:
@@ -213,7 +214,8 @@ class Ring(NamedTuple):
     def fill(self, n: IntLike, source):
         """Begins to load block n, once its slot is free."""
         at = self.slot(n)
-        pl.when(n >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[at]))
+        taken = n >= self.stages - self.is_lent
+        pl.when(taken)(lambda: plgpu.barrier_wait(self.free.at[at]))
         copy = lambda smem, source: plgpu.copy_gmem_to_smem(source, smem.at[at], self.full.at[at])
         jax.tree.map(copy, self.smem, source)
 
@@ -226,6 +228,11 @@ class Ring(NamedTuple):
         waits for it."""
         free = lambda: plgpu.tcgen05_commit_arrive(self.free.at[self.slot(n)])
         pl.when(n + self.stages < self.count)(free)
+
+    def give_back(self):
+        """Frees the slot that is lent, if a block waits for it."""
+        last = self.stages - 1
+        pl.when(last < self.count)(lambda: plgpu.barrier_arrive(self.free.at[last]))
 
     def if_block(self, n: IntLike, *functions: Callable[[IntLike], None]):
         """Calls functions of block n where there is one."""

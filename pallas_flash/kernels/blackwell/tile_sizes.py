@@ -80,6 +80,7 @@ class GradientTiles(NamedTuple):
     exp2_columns: int = 0  # of these, whose exponentials are polynomials
     # of the heads that share keys: each has a program, whose sums XLA adds up
     group_parts: int = 1
+    sums_delta: bool = False  # dQ's, from o in what is the last slot of values later
 
     swizzle = SWIZZLES[0]
     block_q = block_k = ROWS

@@ -52,6 +52,8 @@ def _tiles(
     )
     if first:
         first = first._replace(row_tiles=_row_tiles(p, processors), in_order=not p.waits_for_reads)
+    if p.sinks or p.bias is not None or p.score is not None:  # whose gradients read delta
+        dq = dq and dq._replace(sums_delta=False)
     return first, dq, dkv and _with_parts(dkv, p, processors)
 
 
