@@ -24,6 +24,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptx_values
 import pytest
 from jax._src import callback
 from jax._src import core as jax_core
@@ -146,11 +147,12 @@ _row_tiles = blackwell._row_tiles
 
 
 def _with_tma(tma: bool, memory_of: float | None = None):
-    """And the shared memory of a compute capability, where there is no GPU that says it."""
+    """And the rest of a compute capability, where there is no GPU that says it."""
     if hardware.compute_capability():
         return contextlib.nullcontext()
     size = gpus.least(memory_of).architecture.program_bytes
-    return mock.patch.multiple(hardware, has_tma=lambda: tma, shared_memory=lambda: size)
+    says = dict(has_tma=tma, shared_memory=size, mosaic_capability=memory_of or 12.0)
+    return mock.patch.multiple(hardware, **{name: lambda x=x: x for name, x in says.items()})
 
 
 @contextlib.contextmanager
@@ -422,6 +424,15 @@ def _lanes_equal(_, x, others):
     return _bits(x[:, None] == of_warp)
 
 
+def _widen_bytes(at, x):
+    """By a table for each place in a word, of words whose other bytes are 0."""
+    place, dtype = np.arange(4, dtype=np.uint32)[:, None], at["result"].dtype
+    pairs = ptx_values.results(at["code"], np.arange(256, dtype=np.uint32) << 8 * place)
+    table = [pairs[n // 2][n] >> 16 * (n % 2) & 0xFFFF for n in range(4)]
+    widened = jnp.asarray(np.uint16(table))[jnp.arange(4), x.view(jnp.uint8).reshape(-1, 4)]
+    return jax.lax.bitcast_convert_type(widened.reshape(x.shape), dtype)
+
+
 _OF_VALUES = dict(
     some_below_one=lambda _, x: jnp.any(x < 1).astype(jnp.int32),
     shift_into_float32=lambda _, x: x.astype(jnp.float32),
@@ -429,6 +440,7 @@ _OF_VALUES = dict(
     columns_by_warp=_columns_by_warp,
     dot_by_warp=_dot_by_warp,
     select_by_bits=_select_by_bits,
+    widen_bytes=_widen_bytes,
     bit_interval=_bit_interval,
     lanes_equal=_lanes_equal,
     lane_xor=lambda _, x, distance: x[jnp.arange(x.size) ^ distance],

@@ -8,6 +8,7 @@ import gpu_interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptx_values
 import pytest
 from decoding import (
     MOSAIC,
@@ -26,7 +27,7 @@ from decoding import (
 from pallas_flash import explain, flash_attention, paged_attention, paged_cache
 from pallas_flash.accounting import GPUS
 from pallas_flash.choose.implementations import AMPERE
-from pallas_flash.jax_support import xla_cpu
+from pallas_flash.jax_support import jax_internals, xla_cpu
 from pallas_flash.kernels.decoding import tuning
 from pallas_flash.problem.page_layout import Pages
 from pallas_flash.tiled import blockwise, quantised, split_kv
@@ -95,16 +96,28 @@ def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
 
 
 @needs_interpreter
+@pytest.mark.parametrize("capability, isa", [(8.0, 90), (8.9, 90), (10.0, 90), (10.0, 92)])
 @pytest.mark.parametrize("stored", QUANTISED)
-def test_8_bits_are_what_numpy_reads_in_all_256_patterns(stored):
-    from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, from_8_bits
+def test_by_mma_8_bits_are_what_numpy_reads_in_all_256_patterns(
+    stored, capability, isa, monkeypatch
+):
+    """Each at each place in a word, by the code of each GPU; a compiler may know an older PTX."""
+    from pallas_flash.kernels.mma import widening
 
-    patterns = np.arange(256, dtype=np.uint8)
-    for dtype in (jnp.bfloat16, jnp.float16):
-        expected = patterns.view(stored).astype(dtype)
-        found = from_8_bits(jnp.asarray(patterns.view(np.int8)), stored, dtype)
-        found = found * BITCAST_SCALE[stored]
-        np.testing.assert_array_equal(*(np.float32(x) for x in (found, expected)))
+    monkeypatch.setattr(jax_internals, "ptx_isa", lambda: isa)
+    patterns = np.stack([np.roll(np.arange(256, dtype=np.uint8), n) for n in (0, 3, 7, 11)], 1)
+    for dtype in ("bfloat16", "float16"):
+        code = widening.code_of_four(stored, widening.FORMATS[dtype], capability)
+        if code is None:
+            assert stored == "int8" and (isa < 92 or capability < 10 or dtype == "float16")
+            continue
+        pairs = ptx_values.results(code, patterns.view(np.uint32)[:, 0])
+        found = np.stack(pairs, 1).astype(np.uint32).view(dtype)
+        found, expected = (np.float32(x) for x in (found, patterns.view(stored).astype(dtype)))
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(
+            np.signbit(found[found == 0]), np.signbit(expected[found == 0])
+        )
 
 
 @pytest.mark.parametrize("stored", QUANTISED)

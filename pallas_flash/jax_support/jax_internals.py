@@ -141,6 +141,13 @@ def cuda_path() -> str | None:
     return None
 
 
+def ptx_isa() -> int:
+    """Ten times the version of PTX that Mosaic's compiler knows; 0 where jax does not say."""
+    with contextlib.suppress(ImportError):
+        return find("jax._src.lib", "mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version")()
+    return 0
+
+
 def job() -> Any:
     """The client by which the processes of jax.distributed exchange strings, or None."""
     with contextlib.suppress(ImportError):

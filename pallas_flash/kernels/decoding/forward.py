@@ -46,7 +46,7 @@ from pallas_flash.kernels.mosaic import logits, mods, statistics
 from pallas_flash.kernels.mosaic.block_info import TileMask, broadcast_index
 from pallas_flash.kernels.mosaic.elements import Tiling, round_up
 from pallas_flash.kernels.mosaic.launch import LANE, launch, shared_matrix
-from pallas_flash.kernels.mosaic.registers import BITCAST_SCALE, iota, load, per_row
+from pallas_flash.kernels.mosaic.registers import iota, load, per_row
 from pallas_flash.kernels.mosaic.scheduler import divmod_
 from pallas_flash.masks.resolved_mask import ResolvedMask
 from pallas_flash.problem.arguments import Operands, Problem
@@ -202,7 +202,7 @@ def _inputs(p: Problem, t: DecodeTiles, x: Operands, keys, table, scales) -> Dec
     matrices = matrices if table is None else table.layout.matrices
     kv = tuple(map(matrices, kv, (t.width, t.value_width)))
     q = flat(pad(x.query, round_up(p.queries, t.block_q), t.width))
-    in_order = lambda a: BITCAST_SCALE[t.stored] * _in_order(a, table, t.block_k)
+    in_order = lambda a: _in_order(a, table, t.block_k)
     scales = tuple(map(in_order, scales[:count] if t.stored else ()))
     score_mod = mods.arrays(p, x.score, Tiling(t.block_q, t.block_k, t.block_k))
     return DecodeInputs(q, kv, keys, table, scales, None, x.resolved_mask, score_mod)

@@ -16,9 +16,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_flash.jax_support.pytrees import IntLike
+from pallas_flash.kernels.mma import widening
 from pallas_flash.kernels.mosaic import registers
 from pallas_flash.kernels.mosaic.launch import named_barrier, shared_matrix
-from pallas_flash.kernels.mosaic.registers import Layouts, from_8_bits, iota, per_row
+from pallas_flash.kernels.mosaic.registers import Layouts, iota, per_row
 
 # of operands of 16 bits; a jax before 0.11.2 lacks them, and tiles alone are chosen there
 LHS, RHS, ACC = (
@@ -104,12 +105,12 @@ def release(tma: bool):
 
 
 def widen(x, stored: str, to, swizzle: int):
-    """Converts a block from 8 bits to 16, by `from_8_bits`, and writes it to other shared memory of
-    this swizzle."""
+    """Converts a block from 8 bits to 16, and writes it to other shared memory of this swizzle."""
     # of vectors of 16 bytes in 16 bits; an assignment also loads what was there, which the compiler
     # leaves out in this layout
     layout = plgpu.Layout.SMEM_GMEM_COPY(to.shape, to.dtype, swizzle)
-    to[...] = from_8_bits(plgpu.load(x, layout=layout, optimized=False), stored, to.dtype)
+    x = plgpu.load(x, layout=layout, optimized=False)
+    to[...] = widening.widen(x, stored, to.dtype, layout)
 
 
 def sync(warpgroups: int):

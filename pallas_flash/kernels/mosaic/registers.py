@@ -160,25 +160,6 @@ def gather(ref, *rows: IntLike, index, layout):
     return gather(ref, *(jnp.asarray(row, jnp.int32) for row in rows), index)
 
 
-# what `from_8_bits` leaves to be multiplied by: the exponents of float16 and e5m2 have a bias of
-# 15, that of e4m3 has 7
-BITCAST_SCALE = dict(int8=1.0, float8_e4m3fn=2.0**8, float8_e5m2=1.0)
-
-
-def from_8_bits(x, stored: str, dtype):
-    """Numbers of the dtype `stored`, whose bits are given as int8, in a dtype of 16 bits, divided
-    by their BITCAST_SCALE."""
-    if stored == "int8":
-        return x.astype(jnp.int32).astype(jnp.float32).astype(dtype)
-    if stored == "float8_e5m2":  # the upper half of a float16
-        x = lax.bitcast_convert_type(x.astype(jnp.int16) << 8, jnp.float16)
-        return x.astype(jnp.float32).astype(dtype)
-    # the sign, the exponent and the mantissa at their places in a float16
-    x = lax.bitcast_convert_type((x.astype(jnp.int16) << 7) & -0x4080, jnp.float16)
-    x = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(x) > 448 / BITCAST_SCALE[stored], jnp.nan, x).astype(dtype)
-
-
 class ScoreTile(NamedTuple):
     """The place of a tile of scores: a row for each query and a column for each key, or the other
     way round if transposed."""
