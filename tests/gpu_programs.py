@@ -201,6 +201,30 @@ def around_decoding(folder: pathlib.Path, implementation: str):
         print(*sorted(made, key=lambda kind: "s32" not in kind), sep="; ")
 
 
+def pages(folder: pathlib.Path, implementation: str, gpu: str, stored: str, *sizes: str):
+    """Prints of a token beside pages of 8 bits the instructions of a block without a mask, and the
+    bytes spilled. Of two sizes of heads the values are columns of the keys (MLA)."""
+    from pallas_flash import paged_attention
+
+    head, value_size = map(int, sizes)
+    rows, heads, kv_heads = (16, 128, 1) if head != value_size else (16, 64, 8)
+    pages = _shape(1000, 64, kv_heads, head, dtype=stored)
+    of_rows = _shape(rows, 128, dtype="int32"), _shape(rows, dtype="int32")
+    scales = _shape(*pages.shape[:3], dtype="float32")
+
+    def attend(q, k, v, table, lengths, scales):
+        both = dict(k_scales=scales, v_scales=scales)
+        if head != value_size:
+            v, both = None, dict(k_scales=scales, value_size=value_size)
+        return paged_attention(q, k, v, table, lengths, implementation=implementation, **both)
+
+    q = _shape(rows, 1, heads, head)
+    gpu_code.compiled(_gpus()[gpu], attend, q, pages, pages, *of_rows, scales)
+    (kernel,) = gpu_code.kernels(folder, "flash_attention_")
+    fewest = min(loop.instructions for loop in kernel.loops)
+    print(fewest, kernel.spill_stores + kernel.spill_loads)
+
+
 def _gpus():
     from pallas_flash import accounting
 

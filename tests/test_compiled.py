@@ -294,6 +294,40 @@ def test_decoding_has_no_spill_and_its_loops_are_under_the_time_of_a_load(
     assert fewest <= 1.05 * DECODING[name, gpu, head, value, mod]
 
 
+# pages of 64 keys: fp8 by its own instructions from sm_89 on, by one for two numbers on Blackwell
+EIGHT_BITS = {
+    ("blackwell", "B200", "float8_e4m3fn", 128, 128): 421,
+    ("blackwell", "B200", "int8", 128, 128): 421,
+    ("blackwell", "B300", "float8_e5m2", 128, 128): 421,
+    ("hopper", "H200", "float8_e4m3fn", 128, 128): 618,
+    ("hopper", "H200", "float8_e4m3fn", 576, 512): 748,
+    ("hopper", "H200", "int8", 128, 128): 714,
+    ("ampere", "RTX-4090", "float8_e4m3fn", 128, 128): 577,
+    ("ampere", "A100-80GB", "float8_e4m3fn", 128, 128): 772,
+    ("ampere", "A100-80GB", "float8_e4m3fn", 576, 512): 581,
+    ("ampere", "A100-80GB", "float8_e5m2", 128, 128): 580,
+    ("ampere", "A100-80GB", "int8", 128, 128): 612,
+}
+
+
+@pytest.mark.skipif(TOO_OLD is not None, reason=str(TOO_OLD))
+@pytest.mark.parametrize(
+    "name, gpu, stored, head, value",
+    whole_but(
+        EIGHT_BITS,
+        ("blackwell", "B200", "float8_e4m3fn", 128, 128),
+        ("hopper", "H200", "float8_e4m3fn", 128, 128),
+        ("ampere", "A100-80GB", "float8_e4m3fn", 128, 128),
+    ),
+)
+def test_pages_in_8_bits_are_widened_without_a_spill_in_few_instructions(
+    name, gpu, stored, head, value, tmp_path
+):
+    printed = run_program("pages", tmp_path, name, gpu, stored, str(head), str(value))
+    fewest, spilled = map(int, printed.split())
+    assert fewest <= 1.03 * EIGHT_BITS[name, gpu, stored, head, value] and spilled == 0, printed
+
+
 @pytest.mark.parametrize("gpu", whole_but(["A100-80GB", "H200"], "H200"))
 def test_few_rows_read_a_third_of_what_many_read_of_shared_memory(gpu):
     name = dict(H200="hopper").get(gpu, "ampere")
