@@ -59,8 +59,9 @@ def evaluated(operation: str, *x):
         case "cvt", "bf16", "f32":
             return word_of(x[1], x[0], to)
         case "cvt", "bf16", "s2f6":
-            low, high = (a / 64 * 2.0 ** (int(x[1] & 255) - 127) for a in bytes_of(x[0], np.int8))
-            return word_of(low, high, to)
+            scales = int(x[1]) & 255, int(x[1]) >> 8
+            both = zip(bytes_of(x[0], np.int8), scales, strict=True)
+            return word_of(*(a / 64 * 2.0 ** (scale - 127) for a, scale in both), to)
         case "cvt", _, "e4m3" | "e5m2":
             return word_of(*bytes_of(x[0], FORMATS[of]), to)
     raise NotImplementedError(operation)

@@ -95,29 +95,32 @@ def test_by_mma_pages_in_8_bits_equal_the_oracle_without_a_race(
     assert not races.found
 
 
+# compute capability, and the PTX that the compiler knows, which may be an older one
+CODES = [(8.0, 90), (8.9, 90), (10.0, 90), (10.0, 92)]
+
+
 @needs_interpreter
-@pytest.mark.parametrize("capability, isa", [(8.0, 90), (8.9, 90), (10.0, 90), (10.0, 92)])
 @pytest.mark.parametrize("stored", QUANTISED)
-def test_by_mma_8_bits_are_what_numpy_reads_in_all_256_patterns(
-    stored, capability, isa, monkeypatch
-):
-    """Each at each place in a word, by the code of each GPU; a compiler may know an older PTX."""
+def test_by_mma_8_bits_are_what_numpy_reads_in_all_256_patterns(stored, monkeypatch):
+    """Each at each place in a word, by the code of each GPU."""
     from pallas_flash.kernels.mma import widening
 
-    monkeypatch.setattr(jax_internals, "ptx_isa", lambda: isa)
     patterns = np.stack([np.roll(np.arange(256, dtype=np.uint8), n) for n in (0, 3, 7, 11)], 1)
-    for dtype in ("bfloat16", "float16"):
+    for (capability, isa), dtype in itertools.product(CODES, ("bfloat16", "float16")):
+        monkeypatch.setattr(jax_internals, "ptx_isa", lambda isa=isa: isa)
         code = widening.code_of_four(stored, widening.FORMATS[dtype], capability)
+        by_one = isa == 92 and dtype == "bfloat16"
+        assert (code is None) == (stored == "int8" and not by_one)
         if code is None:
-            assert stored == "int8" and (isa < 92 or capability < 10 or dtype == "float16")
             continue
+        has_e4m3 = stored == "float8_e4m3fn" and capability >= 8.9
+        assert ("e4m3x2" in code) == has_e4m3 and ("bf16x2.e" in code or stored == "int8") == by_one
         pairs = ptx_values.results(code, patterns.view(np.uint32)[:, 0])
         found = np.stack(pairs, 1).astype(np.uint32).view(dtype)
         found, expected = (np.float32(x) for x in (found, patterns.view(stored).astype(dtype)))
         np.testing.assert_array_equal(found, expected)
-        np.testing.assert_array_equal(
-            np.signbit(found[found == 0]), np.signbit(expected[found == 0])
-        )
+        is_0 = expected == 0
+        np.testing.assert_array_equal(np.signbit(found[is_0]), np.signbit(expected[is_0]))
 
 
 @pytest.mark.parametrize("stored", QUANTISED)
