@@ -124,6 +124,13 @@ BLACKWELL = {
 BLACKWELL[f"{TCGEN05}-forward-few"] = by_tcgen05(
     Case(1, 2048, 2048, 8, 8, 128, "bfloat16", causal=True), "forward", ("forward.row_tiles=2",)
 )
+# 32 heads of 4 MB: a section of 16 by 126 MB of L2, of 8 by what one die has
+BLACKWELL[f"{TCGEN05}-l2"] = Experiment(
+    all_tokens(128, 8192, causal=False),
+    "forward",
+    [TCGEN05, f"{TCGEN05}: forward.section_mb=45", "jax.nn/cudnn"],
+    "what a section may take of the L2 of a B200, if that is faster by 1%",
+)
 EXPERIMENTS = HOPPER | BLACKWELL
 WIDTH = max(map(len, EXPERIMENTS)) + 2  # of the column of their names
 

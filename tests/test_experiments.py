@@ -9,6 +9,7 @@ from decoding import needs_interpreter
 from test_benchmark import SMALL, lines
 
 from pallas_flash.accounting import GPUS
+from pallas_flash.kernels.mosaic import scheduler
 from scripts import experiments
 from scripts.bench import gpu_code, peers, workers
 from scripts.experiments import EXPERIMENTS, Experiment
@@ -115,3 +116,15 @@ def test_dry_lowers_the_variants_for_a_gpu_that_is_not_here(capsys):
     assert experiments.main(["backward-512", "--dry"]) == 0
     printed = capsys.readouterr().out
     assert len(lines(printed, "backward-512", "hopper", ": lowers; ")) == 3
+
+
+@needs_interpreter
+def test_the_kernel_has_the_section_that_the_experiment_of_l2_gives_it(monkeypatch):
+    asked, section = set(), scheduler._section
+    monkeypatch.setattr(scheduler, "_section", lambda *x: asked.add(x[3]) or section(*x))
+    experiment = EXPERIMENTS[f"{experiments.TCGEN05}-l2"]
+    with gpu_code.as_if_on(GPUS["B200"]):
+        for one in map(peers.contender, experiment.contenders[:2]):
+            (traced,) = experiments.programs.traced(one, experiment.case, experiment.passes)
+            traced.lower(lowering_platforms=("cuda",))
+    assert asked == {None, 45 << 20}

@@ -18,6 +18,7 @@ from selection import whole_but
 from pallas_flash import dropout, explain, flash_attention, masks
 from pallas_flash.choose import implementations
 from pallas_flash.jax_support import hardware
+from pallas_flash.kernels.blackwell.tile_sizes import ForwardTiles
 from pallas_flash.kernels.hopper import forward, tuning
 from pallas_flash.kernels.mosaic import elements, scheduler
 from scripts.bench import results
@@ -319,6 +320,17 @@ SECTIONS = {
 def test_a_section_has_what_l2_holds_but_enough_for_most_processors(gpu, pairs, size, programs):
     with jax.default_device(gpu):
         assert scheduler._section(pairs, size, programs) == SECTIONS[gpu, pairs, size, programs]
+
+
+def test_a_section_may_be_of_the_l2_of_one_die(monkeypatch):
+    """32 heads of 4 MB, whose 32 tiles of queries come section by section."""
+    x = shaped(8192, 8192, 128, batch=2, heads=16, kv_heads=16)
+    p, t = explain(*x, implementation="blockwise").problem, ForwardTiles(128, 128)
+    monkeypatch.setattr(hardware, "l2_cache", lambda: 126 << 20)
+    monkeypatch.setattr(hardware, "processors", lambda: 148)
+    for section_mb, heads in ((None, 16), (45, 8)):
+        work = [scheduler.query_tile(n, p, t, section_mb=section_mb) for n in range(17)]
+        assert [16 * at.batch + at.head for at in work] == [n % heads for n in range(17)]
 
 
 UNFIT = {

@@ -137,7 +137,7 @@ def forward(problem: Problem, tiles: BlackwellTiles, x: Operands):
 def _kernel(number, x: ForwardInputs, o_gmem, *outputs, problem: Problem, tiles: ForwardTiles):
     *stats_gmem, (memory, tensor) = outputs
     p, t = problem, tiles
-    work = scheduler.query_tile(number, p, t)
+    work = scheduler.query_tile(number, p, t, section_mb=t.section_mb)
     blocks = block_info.visited(x, work, p, t)
     count = opaque(blocks.last) - blocks.first
     program = Program(p, t, x, o_gmem, stats_gmem, memory, tensor, work, blocks, count)

@@ -27,6 +27,8 @@ class ForwardTiles(NamedTuple):
     # how far scores may exceed the maximum they are taken from; O is rescaled only beyond
     rescale_threshold: float = 8.0
     in_order: bool = True  # whether products read and write in the order in which they are begun
+    # MB of keys and values of a section; None: what L2 holds. Each of two dies has half of L2
+    section_mb: int | None = None
 
     swizzle = SWIZZLES[0]
     block_k = ROWS

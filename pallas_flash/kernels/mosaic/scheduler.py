@@ -54,11 +54,16 @@ def key_programs(p: Problem, block_k: int, group_parts: int = 1) -> int:
 
 
 def query_tile(
-    program: IntLike, p: Problem, t, tiles_per_program: int = 1, number: IntLike = 0
+    program: IntLike,
+    p: Problem,
+    t,
+    tiles_per_program: int = 1,
+    number: IntLike = 0,
+    section_mb: int | None = None,
 ) -> WorkTile:
     """Tile `number` of a program's tiles t of queries, all of one head and as far from each other
     as can be, or tiles of several heads. The last tiles, as a rule, see most. A section has as many
-    pairs of batch row and key/value head as L2 holds."""
+    pairs of batch row and key/value head as L2 holds, or so many MB."""
     count = schedule.ceil_div(p.queries, t.block_q)
     if tiles_per_program > count:
         if t.heads_apart:
@@ -68,7 +73,8 @@ def query_tile(
             index, tile = divmod_(program * tiles_per_program + number, count)
         return _query_tile(p, index, count - 1 - tile)
     programs = count // tiles_per_program
-    section = _section(p.batch * p.kv_heads, p.keys * t.row_bytes(p.dtype), p.group * programs)
+    pairs, size = p.batch * p.kv_heads, p.keys * t.row_bytes(p.dtype)
+    section = _section(pairs, size, p.group * programs, section_mb and section_mb * 2**20)
     index, tile = _pair(program, p.group * section, programs)
     return _query_tile(p, index, count - 1 - tile - number * programs)
 
@@ -96,15 +102,15 @@ def section_bytes() -> float:
     return L2_SHARE * hardware.l2_cache()
 
 
-def _section(pairs: int, bytes_: int, programs: int) -> int:
+def _section(pairs: int, bytes_: int, programs: int, most: float | None = None) -> int:
     """How many of all pairs of batch and head, each of so many bytes and programs, make a section:
-    as many as L2 holds, but enough for three quarters of the processors. With fewer, programs of
-    several sections run at a time, long ones beside short ones, which are soon at other heads."""
+    as many as L2 or `most` bytes hold, but enough for three quarters of the processors. With fewer,
+    programs of several sections run at a time, long ones beside short ones, which are soon at other
+    heads."""
     divisors = [n for n in range(1, pairs + 1) if pairs % n == 0]
     busy = (n for n in divisors if 4 * n * programs >= 3 * hardware.processors())
-    return max(
-        next(busy, pairs), max((n for n in divisors if n * bytes_ <= section_bytes()), default=1)
-    )
+    most = most or section_bytes()
+    return max(next(busy, pairs), max((n for n in divisors if n * bytes_ <= most), default=1))
 
 
 def _pair(program: IntLike, section: int, count: int):
