@@ -143,7 +143,7 @@ hopper_kernels, ampere_kernels = (
 )
 
 
-_row_tiles = blackwell._row_tiles
+_tiles, _row_tiles = blackwell._tiles, blackwell._row_tiles  # whatever a test puts there
 
 
 def _with_tma(tma: bool, memory_of: float | None = None):
@@ -176,7 +176,7 @@ def _clear_caches():
         jitted.clear_cache()
     equation._compiled.cache_clear()
     sharding._program_once.cache_clear()
-    blackwell._tiles.cache_clear()
+    _tiles.cache_clear()
 
 
 def record_products(monkeypatch) -> list:
