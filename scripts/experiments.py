@@ -97,6 +97,7 @@ IN_FORWARD = (
 )
 IN_BACKWARD = (
     *("dkv.stages=2", "dkv.columns=64", "dq.stages=2", "dq.columns=64"),
+    *("dq.sums_delta=False", "dq.sums_delta=True"),
     *(f"{kernel}.exp2_columns={n}" for kernel in ("dkv", "dq") for n in (0, 4, 8, 16)),
 )
 PARTS = tuple(f"dkv.group_parts={n}" for n in (1, 2, 4, 8))

@@ -42,8 +42,8 @@ class Blackwell(MosaicFamily):
 
     def backward_by_kernels(self, problem, tiles, x, lse, do, delta):
         """The backward of FlashAttention-4 in two kernels, deterministic. One owns tiles of queries
-        and sums dQ over the keys, one owns tiles of keys and sums dK and dV over the queries; 7
-        products for a pair of blocks."""
+        and sums dQ over the keys, and delta; one owns tiles of keys and sums dK and dV over the
+        queries. Both have 7 products for a pair of blocks."""
         from pallas_flash.kernels.ampere import backward
         from pallas_flash.kernels.blackwell import backward_dkv, backward_dq
 

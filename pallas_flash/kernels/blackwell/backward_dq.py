@@ -293,7 +293,7 @@ class DqConsumer(NamedTuple):
         )
         tile.write(m.q, self.tensor.dq, share, self.problem.scale)
         if self.number:
-            plgpu.commit_smem()
+            plgpu.commit_smem()  # by who writes, though PTX lets who copies do it for both
             plgpu.barrier_arrive(m.dq_written)
             return
         plgpu.barrier_wait(m.dq_written)
