@@ -115,12 +115,12 @@ def _by_bits(x: Pair, stored: str, to: str) -> str:
 
 
 def _bits(value: float, to: str) -> int:
-    """Those of a number that the format has."""
+    """The bits of a number that the format has."""
     if to == "f16":
         return int(np.float16(value).view(np.uint16))
     return int(np.float32(value).view(np.uint32)) >> 16
 
 
 def _twice(half: int) -> str:
-    """A word of two such halves."""
+    """A word of two equal halves."""
     return f"{half * 0x10001:#x}"
