@@ -76,7 +76,8 @@ def shared_memory(folder: pathlib.Path, kind: str, capability: str, kilobytes: s
 def roles(folder: pathlib.Path, gpu: str, head: str):
     """Prints each role of the Blackwell kernels: its kernel, the registers that setmaxnreg leaves
     it, and those that its code uses."""
-    x = [_shape(1, 500, 2, int(head))] * 3  # no whole blocks, which alone have a mask
+    # two tiles to a program, and no whole blocks, which alone have a mask
+    x = [_shape(32, 500, 2, int(head))] * 3
     gpu_code.compiled(_gpus()[gpu], _gradient(_attend("blackwell"), 3), *x)
     gpu_code.kernels(folder, "flash_attention_")  # which assembles them
     for cubin in folder.glob("*.cubin"):

@@ -1,8 +1,8 @@
 """The forward of FlashAttention-4 (arXiv:2603.05451): two tiles of 128 queries a program, whose
-softmaxes run under each other's products; S, P and O lie in tensor memory.
+softmaxes run under each other's products, or one; S, P and O lie in tensor memory.
 
-Warpgroups 0 and 1 have the softmax of a tile each. Warpgroup 2 corrects O, and of warpgroup 3 one
-warp begins the products, and one loads.
+The first warpgroups have the softmax of a tile each. The next corrects O, and of the last one warp
+begins the products, and one loads.
 """
 
 import functools
